@@ -151,7 +151,7 @@ def _range_of(part: LocalPart, member: Member, whole: torch.Tensor) -> LocalPart
     """An equal range of a whole tensor per rank that has different elements of it."""
     unit, cut = member.group.unit, part.cut
     assert cut is not None
-    at, parts = unit.part * cut.num_parts + cut.part, unit.plan.mesh.shard * cut.num_parts
+    at, parts = unit.shard_index * cut.num_parts + cut.part, unit.plan.mesh.shard * cut.num_parts
     start, stop = (whole.numel() * index // parts for index in (at, at + 1))
     local = whole[start:stop].to("cpu", copy=True)
     return replace(part, start=start, stop=stop, local=local, cut=None)

@@ -82,7 +82,7 @@ def train(config: Mapping[str, Any], max_steps: int = 20) -> dict[str, Any]:
     if ended.exit_code != 0:
         said = ended.failure.message if ended.failure else "it was stopped"
         raise FullshardError(
-            f"train: expected a run that ends well, got exit code {ended.exit_code}: {said}"
+            f"train: expected the run to succeed, got exit code {ended.exit_code}: {said}"
         )
     rows = [row for row in read_rows(folder.metrics) if "loss" in row]
     timed = rows[WARM_UP:]

@@ -116,7 +116,7 @@ def test_ranks_that_were_not_measured_have_no_time_and_that_is_said(plan, file):
 def test_another_machine_is_not_what_was_calibrated(plan, file, words):
     _, said, code = plan("--calibration", file, *words)
     assert code == 2
-    assert "--calibration: expected a plan for this machine alone" in said
+    assert "--calibration: expected a plan for only this machine" in said
 
 
 def test_a_file_of_another_version_is_refused(plan, file):

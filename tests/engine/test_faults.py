@@ -129,7 +129,7 @@ def part_of_a_wrong_rank(engine, note):
     """On one rank its own part stands where a peer's belongs."""
 
     def spoils(fetch, fulls, unit):
-        parts, own = fulls[0].chunk(engine.plan.mesh.shard), engine.units[0].part
+        parts, own = fulls[0].chunk(engine.plan.mesh.shard), engine.units[0].shard_index
         note()
         return Fetched(fetch(fulls, unit), lambda: parts[own - 1].copy_(parts[own]))
 
@@ -151,7 +151,7 @@ def skipped_reduction(engine, note):
     """Every rank keeps its own gradient."""
 
     def skips(reduce, fulls):
-        own = fulls[0].chunk(engine.plan.mesh.shard)[engine.units[0].part].clone()
+        own = fulls[0].chunk(engine.plan.mesh.shard)[engine.units[0].shard_index].clone()
         note()
         return Summing(lambda outs: outs[0].copy_(own))
 

@@ -82,15 +82,15 @@ def watched(model):
 
     def arrived(self):
         before = len(mode.found)
-        read_earlier(self)
+        finish_checks(self)
         del mode.found[before:]
 
-    from_host, read_earlier = norms.from_host, norms.GradientNorms.read_earlier
+    from_host, finish_checks = norms.from_host, norms.GradientNorms.finish_checks
     patches = [
         patch.object(stepping, "has_modes", lambda: False),
         patch.object(streams, "of", lambda _: device),
         patch.object(engine.engine_of(model).norms, "streams", device),
-        patch.object(norms.GradientNorms, "read_earlier", arrived),
+        patch.object(norms.GradientNorms, "finish_checks", arrived),
         patch.object(base.MessageTransport, "_start_comparison", lambda *_: lambda: None),
     ]
     for place in ("norms", "gradients", "replicas"):

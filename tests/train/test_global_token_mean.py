@@ -51,7 +51,7 @@ def train_on_ranks(world_size, accumulation, options, recipe=RaggedRecipe):
     rank = torch.distributed.get_rank() if world_size > 1 else 0
     rows = Rows()
     model, loop, _ = make_loop(rank, world_size, accumulation, options, rows)
-    loop.recipe = recipe(rank, world_size, accumulation)
+    loop.data = recipe(rank, world_size, accumulation)
     loop.run()
     return fs.full_state_dict(model, rank0_only=False), rows.steps, rows.evaluations[-1].eval_loss
 
@@ -200,7 +200,7 @@ class EmptyRecipe(RaggedRecipe):
 
 def test_no_batch_at_all_is_an_error():
     _, loop, _ = make_loop(0, 1, 1, {}, Rows())
-    loop.recipe = EmptyRecipe(0, 1, 1)
+    loop.data = EmptyRecipe(0, 1, 1)
     with pytest.raises(DataError, match=r"batches of step 1: expected at least one; all ranks"):
         loop.run()
 

@@ -13,7 +13,7 @@ from fullshard.planner.mesh import Topology
 from fullshard.recipes.base import RecipeKind, Seat
 from fullshard.recipes.registry import Command
 from fullshard.run import on_torch, session
-from fullshard.run.outlook import answered, view_of
+from fullshard.run.outlook import explained_memory, view_of
 from support.model_folder import small_config
 
 SHAPE = small_config()
@@ -25,7 +25,7 @@ def view():
 
 
 def test_an_allocation_that_fails_is_answered_with_the_plans_table_and_the_guilty_row():
-    with pytest.raises(OutOfMemoryError) as caught, answered(view):
+    with pytest.raises(OutOfMemoryError) as caught, explained_memory(view):
         torch.empty(1 << 60, dtype=torch.uint8)
     said = str(caught.value)
     assert caught.value.exit_code == 4
@@ -68,7 +68,7 @@ def test_other_errors_pass_as_they_are_and_the_plan_is_not_asked():
     def never():
         raise AssertionError("asked")
 
-    with pytest.raises(RuntimeError, match="shape"), answered(never):
+    with pytest.raises(RuntimeError, match="shape"), explained_memory(never):
         raise RuntimeError("shape mismatch")
-    with answered(never):
+    with explained_memory(never):
         pass

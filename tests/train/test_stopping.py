@@ -46,7 +46,7 @@ class ThreeBatchesHeldOut(RaggedRecipe):
 
 def evaluates_every_step(rank, rows):
     _, loop, _ = make_loop(rank, 2, 1, {}, rows)
-    loop.recipe = ThreeBatchesHeldOut(rank, 2, 1)
+    loop.data = ThreeBatchesHeldOut(rank, 2, 1)
     loop.settings = replace(loop.settings, eval_every=1)
     return loop
 
@@ -188,7 +188,7 @@ def train_past_an_infinity(max_skipped_steps):
             weights.append(fs.full_state_dict(model, rank0_only=False)["head.weight"])
 
     loop.settings = replace(loop.settings, max_skipped_steps=max_skipped_steps)
-    loop.recipe = SpoiledAtTheSecondStep(rank, 2, 1)
+    loop.data = SpoiledAtTheSecondStep(rank, 2, 1)
     loop.watcher = rows = Watching()
     loop.run()
     return [(row.loss, row.grad_norm) for row in rows.steps], weights
@@ -229,7 +229,7 @@ class WithoutCounts(RaggedRecipe):
 
 def test_an_update_reads_its_loss_and_its_norm_at_once():
     _, loop, _ = make_loop(0, 1, 2, {}, Rows())
-    loop.recipe = recipe = WithoutCounts(0, 1, 2)
+    loop.data = recipe = WithoutCounts(0, 1, 2)
     loop.settings = replace(loop.settings, max_grad_norm=1e-3)
     for step in range(1, 5):
         batches = recipe.micro_batches(step)
@@ -267,17 +267,17 @@ class NotedBatches(WithoutCounts):
 
 def test_the_next_batches_are_made_before_the_host_waits_for_the_device():
     _, loop, _ = make_loop(0, 1, 1, {}, rows := Rows())
-    loop.recipe = NotedBatches([], last=-1)
-    with Waits(loop.recipe.seen):
+    loop.data = NotedBatches([], last=-1)
+    with Waits(loop.data.seen):
         loop.run()
     made = [it for step in range(1, NUM_STEPS) for it in (step, "waits")]
-    assert [it for it, _ in groupby(loop.recipe.seen)] == [0, *made]
+    assert [it for it, _ in groupby(loop.data.seen)] == [0, *made]
     assert [row.data_s > 0 for row in rows.steps] == [True] * (NUM_STEPS - 1) + [False]
 
 
 def test_batches_that_cannot_be_made_end_the_run_after_the_step_before():
     _, loop, _ = make_loop(0, 1, 1, {}, rows := Rows())
-    loop.recipe = NotedBatches([], last=2)
+    loop.data = NotedBatches([], last=2)
     with pytest.raises(DataError, match="a file is gone"):
         loop.run()
     assert len(rows.steps) == 2
@@ -335,8 +335,8 @@ def train_a_bad_loss_in_fp16():
     _, loop, _ = make_loop(0, 1, 1, options, Rows())
     scaler = torch.amp.GradScaler("cpu")
     loop.trainee = replace(loop.trainee, scaler=scaler)
-    loop.recipe = SpoiledAtTheSecondStep(0, 1, 1)
-    loop.recipe.spoiled_rank = 0
+    loop.data = SpoiledAtTheSecondStep(0, 1, 1)
+    loop.data.spoiled_rank = 0
     loop.run()
 
 

@@ -86,7 +86,7 @@ def test_losses_are_those_of_torch(folder, fullshard, tmp_path, words):
     assert found["jax"] == pytest.approx(found["torch"], rel=1e-5)
     assert found["jax"][3] < found["jax"][0]
     names = [{path.name for path in (tmp_path / name).iterdir()} for name in ("torch", "jax")]
-    assert names[0] == names[1]
+    assert names[0] - {"samples.jsonl"} == names[1]  # XLA samples no text between steps
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ def test_packed_chats_with_kept_logits_have_the_losses_of_torch(
             "distill.teacher_offload: 'cpu' with backend: jax is not yet supported",
         ),
         (("none.yaml", "distill.layers=2"), "distill.layers: 2 with backend: jax is not yet"),
-        (("none.yaml", "experts=2"), "Give the student a configuration or a folder"),
+        (("none.yaml", "experts=2"), "Give the student its own configuration or folder"),
         (("read.yaml", "teacher={folder}/other"), "teacher.model_type: expected one of llama, "),
         (("read.yaml", "teacher={folder}/other"), "`fullshard distill cache` and backend: torch"),
         (
@@ -157,7 +157,7 @@ def test_packed_chats_with_kept_logits_have_the_losses_of_torch(
             ("read.yaml", "distill.teacher_dtype=float64"),
             "distill.teacher_dtype: expected float32 or less",
         ),
-        (("cache", "read.yaml"), "Use torch: backend: jax learns from what it leaves"),
+        (("cache", "read.yaml"), "Use torch; runs with backend: jax read the cache"),
     ],
 )
 def test_what_the_backend_lacks_is_refused_before_ranks_start(folder, fullshard, words, said):

@@ -80,7 +80,7 @@ def check(job: CommJob, worlds: Sequence[int]) -> None:
     if needed > free:
         raise WillNotFitError(
             f"mib: expected at most {free // (BUFFERS * max(worlds) * MIB)} for {max(worlds)} "
-            f"ranks in the memory that is free, got {max(job.sizes) // MIB}. Ask for less."
+            f"ranks in free memory, got {max(job.sizes) // MIB}. Lower --mib or --ranks."
         )
 
 

@@ -55,7 +55,7 @@ ConfigFileFlag = Annotated[
     typer.Option("--config_file", help="File of launch and sharding, such as Accelerate's."),
 ]
 DryRunFlag = Annotated[
-    bool, typer.Option("--dry-run", help="Check everything and print the plan; do nothing else.")
+    bool, typer.Option("--dry-run", help="Check everything and print what would be done.")
 ]
 
 

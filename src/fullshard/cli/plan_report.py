@@ -26,7 +26,7 @@ from fullshard.outlook.predict import Lack, Machine, Outlook
 from fullshard.outlook.search import Study, choice_of, compare
 from fullshard.planner.mesh import Topology
 from fullshard.planner.text import human_bytes
-from fullshard.run.outlook import View, leaves_something
+from fullshard.run.outlook import View, leaves_choices
 
 if TYPE_CHECKING:
     from fullshard.run.xla_outlook import XlaOutlook
@@ -50,7 +50,7 @@ def calibrated(
     if hardware is not None or world.num_hosts > 1:
         if given is not None:
             raise ConfigError(
-                "--calibration: expected a plan for this machine alone, on which it was measured; "
+                "--calibration: expected a plan for only this machine, which was measured; "
                 "got --gpus or several machines. Remove one of the two."
             )
         return machine
@@ -74,7 +74,7 @@ def show(config: RunConfig, view: View, hardware: Gpus | None, out: Path | None)
     """Print the plan, and write a page if --out is given."""
     study, lack = view.study(), view.lack()
     print_plan(study, hardware, lack)
-    if leaves_something(config):
+    if leaves_choices(config):
         print(f"auto selects {choice_of(study.outlook)}.")
     if out is not None:
         from fullshard.observe.report import write_plan_page

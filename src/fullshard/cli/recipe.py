@@ -170,10 +170,9 @@ def _lead_ranks(command: Command, resolved: Resolved, world_size: int, how: How)
             where = "" if checked.resume.path else " from step 0, because it has no checkpoint"
             print(f"resuming the run in {folder.path}{where} (`--resume never` starts a new run)")
         server = server or held.enter_context(starting)
-        stuck_s = resolved.config.launch.timeout
         caught = ending.enter_context(caught_stop_signals())  # a second Ctrl-C hides nothing
-        restarts = how.max_restarts
-        local, result = start.start_ranks(folder, world_size, stuck_s, restarts, server, caught)
+        limits = resolved.config.launch.timeout, how.max_restarts
+        local, result = start.start_ranks(folder, world_size, *limits, server, caught)
         held.close()
         after_stop = "" if result.failure or not result.exit_code else _how_to_resume(folder)
         record = {} if result.exit_code else folder.read_record()

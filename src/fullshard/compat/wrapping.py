@@ -460,7 +460,7 @@ def cut_early(
                 copies=mesh.replicate,
                 holders=group.layout.holders(placement),
                 norms=_EarlyNorms(mesh, local.device),
-                place=address_of(local),
+                address=address_of(local),
                 before_write=lambda: 0,  # no other rank reads early shards
                 gather=gather,
                 post_accumulate=OrderedDict() if hooks is None else hooks,
@@ -552,8 +552,8 @@ def put_back_shards(engine: Engine) -> None:
 def needs_new_plan(engine: Engine) -> bool:
     """Whether the model has parameters outside the plan. Equal on all ranks."""
     with no_guard():
-        places = (place for unit in engine.units for place in unit.places)
-        return any(table.get(name) is not param for table, name, param, _ in places) or any(
+        entries = (entry for unit in engine.units for entry in unit.entries)
+        return any(table.get(name) is not param for table, name, param, _ in entries) or any(
             not group.is_in_place() and any(_misfits(group, m) for m in group.members)
             for group in engine.groups
         )

@@ -212,8 +212,8 @@ class ShardConfig(Section):
     model's own tensor-parallel plan (transformers)."""
 
     expert: Count = 1
-    """Number of tensor axes, each with its own batches, that divide the experts of a mixture by the
-    model's own plan and exchange tokens. Other parameters are sharded over these ranks too."""
+    """Number of ranks, or of groups of `tensor` ranks, that store different experts and exchange
+    tokens; each has its own batch. Other parameters are sharded over these ranks too."""
 
     wrap: Annotated[
         Wrap,

@@ -44,7 +44,7 @@ _OF_RUNS: Rows = {
 _XLA: Rows = {
     **_NAMED,
     "strategies": ("Write one strategy",),
-    "offload": ("Leave it out: activation_checkpointing: offload is there",),
+    "offload": ("Use activation_checkpointing: offload",),
     **dict.fromkeys(
         ("ignore", "buffer_dtype", "output_dtype", "symmetric_memory"), ("Leave it out",)
     ),

@@ -229,8 +229,8 @@ BY_OWNER = (Optimizer.MUON, Optimizer.ADAFACTOR, Optimizer.ADAMW_BNB_8BIT)
 LATER: Mapping[type[Choice], Mapping[str, str]] = {
     LrSchedule: {"restarts min_lr polynomial inverse_sqrt plateau stable_decay greedy": ""},
     Optimizer: {
-        "8bit 4bit": "it scales blocks of a tensor together; of these adamw_bnb_8bit is there",
-        "adafactor galore apollo": "it needs whole matrices; of these adafactor and muon are there",
+        "8bit 4bit": "of optimizers with 8-bit states, use adamw_bnb_8bit",
+        "adafactor galore apollo": "of optimizers of whole matrices, use adafactor or muon",
         "_xla npu apex anyprecision paged stable free": "",
         "ademamix adagrad grokadamw lion lomo rmsprop": "",
     },

@@ -141,8 +141,8 @@ class DatasetFacts:
         baseline: Interpolated bigram over the held-out sequences, if it was computed.
         prompt: Prompt of the sample at the end of a run.
         notes: Other facts about the preparation of the data.
-        fingerprint: Checksum of all tokens; empty if an older version wrote the facts. Of a stream
-            two, separated by a blank; the data is the same if either matches.
+        fingerprint: Checksum of all tokens; of a stream, of its first tokens and of what decides
+            the others.
         mixture: See `SampleOrder.mixture`.
         pad: Token that fills rows up.
         shuffle_buffer: Sequences of a stream that are shuffled together; numbers of training
@@ -252,14 +252,14 @@ class BatchMaker:
         data: Prepared data of the run.
         order: Rows of each step.
         evaluation: (num_batches, world_size, per_device) held-out rows.
-        seat: Which of the batches of a micro-batch the rank sees.
+        index: Which of the batches of a micro-batch the rank sees.
         parts: Which part of how many of every row.
     """
 
     data: PreparedData
     order: SampleOrder
     evaluation: Indices
-    seat: int
+    index: int
     parts: tuple[int, int] = WHOLE
 
     def __call__(self, request: tuple[bool, int]) -> list[dict[str, Any]]:
@@ -268,7 +268,7 @@ class BatchMaker:
         rows = self.evaluation[None, number] if held_out else self.order.of_step(number)
         of_all = rows if held_out else self.data.dealt(rows)
         batch = partial(self.data.batch, held_out=held_out, parts=self.parts)
-        return [batch(rows) for rows in of_all[:, self.seat]]
+        return [batch(rows) for rows in of_all[:, self.index]]
 
 
 def divided(arrays: dict[str, Any], part: int, num_parts: int) -> dict[str, Any]:

@@ -217,11 +217,11 @@ def make_dataset(
     held_out = Rows([rest for _, rest in made], length)
     if how.validation_fraction and not len(held_out):
         raise _too_few(None, held_out.num_dropped, length)
-    train, sizes, names = _training_rows(sources, [own for own, _ in made], settings, tokenizer)
+    train, sizes, checksums = _training_rows(sources, [own for own, _ in made], settings, tokenizer)
     # Of more than a pass, the rows of a step could lie any number of passes ahead.
     buffer = min(how.shuffle_buffer * how.streaming, max(sum(sizes), SMALL_BUFFER))
     mixture = _mixture(sources, sizes, buffer)
-    sums = [list(zip(one, held_out.checksums, strict=True)) for one in names]
+    sums = list(zip(checksums, held_out.checksums, strict=True))
     facts = DatasetFacts(
         origin=" + ".join(source.origin for source in sources),
         sequence_length=length,
@@ -234,7 +234,7 @@ def make_dataset(
         baseline=_baseline(train, held_out, num_ids(tokenizer)) if how.uses_baseline else None,
         prompt=_prompt(held_out if len(held_out) else train, tokenizer),
         notes=(*notes, *_said(sources, mixture)),
-        fingerprint=" ".join(digest([VERSION, length, mixture, one]) for one in sums),
+        fingerprint=digest([VERSION, length, mixture, sums]),
         mixture=mixture,
         shuffle_buffer=buffer,
         separator=_separator(tokenizer) if how.separate_documents else None,
@@ -261,7 +261,7 @@ def _training_rows(
     made: Sequence[list[TokenFile] | Parts],
     settings: DatasetSettings,
     tokenizer: PreTrainedTokenizerBase,
-) -> tuple[Rows, list[int], list[list[list[str]]]]:
+) -> tuple[Rows, list[int], list[list[str]]]:
     """The rows, their number per source, and checksums of their contents, for any kind of source.
 
     Raises:
@@ -270,7 +270,7 @@ def _training_rows(
     length = settings.sequence_length
     if not settings.data.streaming:
         rows = Rows([one for one in made if not isinstance(one, Parts)], length)
-        return rows, rows.sizes, [rows.checksums]
+        return rows, rows.sizes, rows.checksums
     parts = tuple(one for one in made if isinstance(one, Parts))
     found, sizes = Sources(parts, settings.seed), list[int]()
     stream = Stream(found, length, cache_root(), words_of(tokenizer))
@@ -281,12 +281,9 @@ def _training_rows(
                 raise _too_few(source, 0, length)
     effect = effect_of(tokenizer)
     told = [
-        [
-            [f"{stream.tokens(number, 0).checksum}:{key(one)}"]
-            + [f"{s.file.name}:{s.start}:{s.stop}" for shard in one.shards for s in shard.spans]
-            for number, one in enumerate(parts)
-        ]  # older versions wrote only the first
-        for key in (lambda one: one.key, lambda one: digest([effect, asdict(one.how)]))
+        [f"{stream.tokens(number, 0).checksum}:{digest([effect, asdict(one.how)])}"]
+        + [f"{s.file.name}:{s.start}:{s.stop}" for shard in one.shards for s in shard.spans]
+        for number, one in enumerate(parts)
     ]
     return stream, sizes, told
 

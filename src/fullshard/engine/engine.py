@@ -124,7 +124,7 @@ class Engine:
         divisor = plan.mesh.num_copies if config.grad_reduction is GradReduction.MEAN else 1
         self.gradients = Gradients(transport, self.norms, divisor, self._on_spill, self.home)
         if any(unit.plan.mesh.replicate > 1 for unit in self.units):
-            self.gradients.inner = Sync.INNER
+            self.gradients.inner_sync = Sync.INNER
         made = streams.of(self.device)
         kind = Runtime if made is None else partial(StreamedRuntime, made, plan.homes)
         self.runtime = kind(
@@ -144,7 +144,7 @@ class Engine:
         self.entered: dict[int, list[list[int]]] = {}
         self._hook(model)
         self._root = weakref.ref(model)
-        self._inventory = Inventory(model, [p[:2] for unit in self.units for p in unit.places])
+        self._inventory = Inventory(model, [p[:2] for unit in self.units for p in unit.entries])
         self.on_change: Callable[[nn.Module], Engine | None] | None = None
 
     def __reduce__(self) -> Any:
@@ -179,7 +179,7 @@ class Engine:
                     copies=plan.mesh.replicate * plan.mesh.inner // parts,
                     holders=layout.holders(at),
                     norms=self.norms,
-                    place=address_of(member.local(group.master)),
+                    address=address_of(member.local(group.master)),
                     before_write=self.home.before_write,
                     gather=partial(_gather_whole, weakref.ref(member)),
                     post_accumulate=_taken_hooks(member.param),
@@ -497,8 +497,8 @@ class Engine:
                 "Set sharding.transport to auto and start the ranks."
             )
         flag = torch.tensor([float(error is not None)], device=self.device)
-        asked = "what all ranks say (fs.save, fs.load, fs.owned)"
-        return self.norms.all_reduce(flag, asked).item()
+        what = "errors of all ranks (fs.save, fs.load, fs.owned)"
+        return self.norms.all_reduce(flag, what).item()
 
 
 def _agree_on_frozen(runtime: Runtime) -> None:

@@ -192,7 +192,7 @@ class FolderWeights(FileNames):
             listed = {n for n in {*self._files} | there if self._files.get(n, file) == file}
             if wrong := listed ^ there:
                 raise ConfigError(
-                    f"weights: expected {min(wrong)} in '{self._files[min(wrong)]}' alone, where "
+                    f"weights: expected {min(wrong)} only in '{self._files[min(wrong)]}', where "
                     f"{INDEX} says it is; '{file}' differs. Copy or download the folder again."
                 )
 

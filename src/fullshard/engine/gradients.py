@@ -197,7 +197,7 @@ class Gradients:
         self.transport = transport
         self.home = home
         self.norms = norms
-        self.sync = self._outside = self.inner = Sync.ALL  # inner: reduces over the shard axis
+        self.sync = self._outside = self.inner_sync = Sync.ALL  # see `fs.no_sync(outer_only=True)`
         self._blocks: dict[object, Sync] = {}  # open `no_sync` blocks
         self.synced = Sync.ALL  # `sync` at the start of the last backward
         self.expects_any = False
@@ -462,7 +462,7 @@ class Gradients:
         squares = self.norms.local_squares(self._trained.plain, self._trained.records, units)
         vector = torch.cat([from_host(bits, squares.device), squares])
         counts = self.norms.counts
-        self.norms.read_earlier()
+        self.norms.finish_checks()
         if self.norms.streams is None:
             mesh = self.transport.axes.mesh
             counts[Count.WEIGHTS] = replicas_hash(units, mesh, counts[Count.STEPS])
@@ -660,7 +660,7 @@ REENTRANT = (
     "backward: expected one backward whose gradients autograd knows at its start; got one inside "
     "another that reaches the parameters of {title}, as reentrant activation checkpointing makes. "
     "Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or "
-    "activation_checkpointing=block. In a hook, call torch.autograd.grad for inputs alone, or call "
+    "activation_checkpointing=block. In a hook, call torch.autograd.grad for inputs only, or call "
     "backward() after the first one."
 )
 

@@ -1,4 +1,6 @@
-"""Global norms of sharded gradients, computed once after each backward and cached.
+"""Small sums over all ranks: the norms of gradients, and comparisons of what ranks did.
+
+`GradientNorms` does both, because every norm is such a sum, and every sum carries a comparison.
 
 [Note: cached norms]
 After a backward every rank has the squared 2-norm of every parameter's whole gradient, from one
@@ -7,7 +9,8 @@ hang. After a gradient was modified in place, the next norm is a collective agai
 
 [Note: counts of ranks]
 If a rank skipped a backward, a step or a norm, its later sums would be combined with different sums
-of other ranks. Each sum therefore begins with integers that must be equal on all ranks: a hash of
+of other ranks. A separate comparison would cost a second collective and could be skipped as well.
+Each sum therefore begins with integers that must be equal on all ranks: a hash of
 the sum's name, counters of steps and a hash of the gathers. The all-reduce compares them: n numbers
 are equal exactly if n times the sum of their squares is the square of their sum.
 
@@ -62,16 +65,16 @@ Known = Callable[[str], torch.Tensor | None]
 TOLD_BY_NORMS = {*_FINITE, *_SQUARED}  # functions of a gradient
 
 
-def _from_norm(record: Any, name: str, squares: torch.Tensor, asked: str) -> torch.Tensor | None:
+def _from_norm(record: Any, name: str, squares: torch.Tensor, kind: str) -> torch.Tensor | None:
     """Sum, mean, any or all of a function of a gradient; None if its norm does not determine it."""
     square = squares[record.index]
     if name in _SQUARED:
-        return {"sum": square, "mean": square / math.prod(record.shape)}.get(asked)
-    if asked in ("any", "all") and square.isfinite():
+        return {"sum": square, "mean": square / math.prod(record.shape)}.get(kind)
+    if kind in ("any", "all") and square.isfinite():
         return torch.tensor(_FINITE[name])
-    if (name, asked) == ("isnan", "any"):
+    if (name, kind) == ("isnan", "any"):
         return square.isnan()  # not infinities or overflowing sums
-    if (name, asked) == ("isfinite", "all") and square.isnan():
+    if (name, kind) == ("isfinite", "all") and square.isnan():
         return torch.tensor(data=False)
     return None
 
@@ -102,6 +105,9 @@ class Count(StrEnum):
 class GradientNorms:
     """The squared 2-norms of a model's gradients, by parameter index, and what its ranks compare.
 
+    Every shard's record refers to it, so it also has what a shard must know of its model: `waits`,
+    `task` and `disk`.
+
     Args:
         transport: Sums over ranks.
         device: Device of collectives.
@@ -127,7 +133,7 @@ class GradientNorms:
         self.disk: Disk | None = None
         self.waits = False
         self.task = -2
-        self._arriving: list[tuple[Any, ...]] = []  # see `read`
+        self._arriving: list[tuple[Any, ...]] = []  # see `check_on_host`
         self._squares: torch.Tensor | None = None
         self._shown: dict[int, Any] = {}  # ids of the cached gradients
         self._memory: Memory = ()  # of these gradients
@@ -154,10 +160,33 @@ class GradientNorms:
             self.mark_changed()
         return self._squares
 
+    def _squares_of(self, gradients: Sequence[Any]) -> torch.Tensor:
+        assert self._squares is not None
+        at = [gradient.record.index for gradient in gradients]
+        if at == list(range(len(self._squares))):  # nearly always
+            return self._squares
+        return self._squares[from_host(at, self._squares.device, torch.int64)]
+
     def knows(self, gradient: Any) -> bool:
         """Whether the cache has this gradient, or the one that it aliases (`.data`)."""
         source = gradient.alias_of
         return id(gradient if source is None else source) in self._shown
+
+    def known_of(self, gradient: Any, name: str, others: Sequence[Any]) -> Known | None:
+        """The cached result of `isnan(gradient)` and similar functions.
+
+        Args:
+            gradient: The function's argument.
+            name: Name of the function.
+            others: Further arguments of the function.
+        """
+        squares = self._valid_squares()
+        if squares is None or not self.knows(gradient):
+            return None
+        is_number = not any(isinstance(other, torch.Tensor) for other in others)
+        if not is_number or tuple(others) != _SQUARED.get(name, ()):
+            return None
+        return partial(_from_norm, gradient.record, name, squares)
 
     def note_write(self, gradient: Any, *, counts: bool) -> None:
         """Note that this rank wrote into a gradient.
@@ -179,25 +208,15 @@ class GradientNorms:
                 if gradient.untyped_storage().data_ptr() in self._places:
                     self.edited[id(record)] = record
 
-    def known_of(self, gradient: Any, name: str, others: Sequence[Any]) -> Known | None:
-        """The cached result of `isnan(gradient)` and similar functions.
+    def mark_changed(self) -> None:
+        """Drop the cache, after a gradient was modified in place or a backward began."""
+        self._squares, self._shown = None, {}
 
-        Args:
-            gradient: The function's argument.
-            name: Name of the function.
-            others: Further arguments of the function.
-        """
-        squares = self._valid_squares()
-        if squares is None or not self.knows(gradient):
-            return None
-        is_number = not any(isinstance(other, torch.Tensor) for other in others)
-        if not is_number or tuple(others) != _SQUARED.get(name, ()):
-            return None
-        return partial(_from_norm, gradient.record, name, squares)
-
-    def compare(self, asked: str, said: Mapping[str, int] | None = None) -> None:
-        """Check that all ranks request the same quantity here, with these counts. A collective."""
-        self.all_reduce(torch.zeros(1, device=self.device), asked, said)
+    def scale(self, factor: torch.Tensor) -> None:
+        """Note that all gradients were multiplied by a factor."""
+        if self._squares is not None:
+            self._squares = self._squares * factor.to(self._squares) ** 2
+            self._versions = [flat._version for _, flat in self._memory]
 
     def check_read(self, name: str) -> None:
         """Check that no running backward will set a parameter's gradient, which is read."""
@@ -208,177 +227,22 @@ class GradientNorms:
                 "backward(), or in register_post_accumulate_grad_hook, not in other hooks."
             )
 
-    def mark_changed(self) -> None:
-        """Drop the cache, after a gradient was modified in place or a backward began."""
-        self._squares, self._shown = None, {}
+    # ---- norms and other reductions of whole tensors
 
-    def begin_clipping(self, limit: Any) -> None:
-        """Count a clipping, and drop the cache if a rank wrote into its gradients since then.
+    def powers(self, shards: Sequence[Any], order: float) -> torch.Tensor:
+        """(len(shards),): sums of |x|^order over all ranks, or maxima for inf.
 
-        A collective where the host can read its result without waiting for a device.
-
-        Args:
-            limit: What decides the result, and must be the same on every rank.
-
-        Raises:
-            EngineError: Only some of the replicas of a shard were written.
+        A collective unless the cache knows them (2-norms of unchanged gradients).
         """
-        self.counts[Count.CLIPPINGS] += 1
-        self.counts[Count.SETTINGS] += hash_of(limit)
-        if self.streams is not None:
-            return
-        wrote, sizes = [float(self._valid_squares() is None)], [1]
-        both = zip(self._memory, self._versions, strict=True)
-        written = {mesh for (mesh, flat), version in both if flat._version != version}
-        for mesh in dict(self._memory):  # that of experts may have no replicas
-            by_shard = [0.0] * (mesh.shard * mesh.inner)
-            by_shard[mesh.place(self.transport.rank) % len(by_shard)] = mesh in written
-            wrote += by_shard
-            sizes += [mesh.replicate] * len(by_shard)
-        said: dict[str, int] = {Count.SETTINGS: self.counts[Count.SETTINGS]}
-        found = self.all_reduce(from_host(wrote, self.device), "a clipping", said).tolist()
-        if found[0]:
-            self.mark_changed()
-        if any(count % size for count, size in zip(found, sizes, strict=True)):
-            raise EngineError(
-                "clipping: expected the same gradients on all replicas; some ranks wrote into "
-                "theirs after backward (p.grad.mul_). Write on every rank or on none."
-            )
-
-    def scale(self, factor: torch.Tensor) -> None:
-        """Note that all gradients were multiplied by a factor."""
-        if self._squares is not None:
-            self._squares = self._squares * factor.to(self._squares) ** 2
-            self._versions = [flat._version for _, flat in self._memory]
-
-    def reduce(self, shard: Any, name: str, correction: int = 1) -> torch.Tensor:
-        """A reduction of the whole tensor to a plain scalar: float64 or int64. A collective.
-
-        Args:
-            shard: This rank's shard.
-            name: sum, mean, max, min, amax, amin, any, all, count_nonzero, std or var.
-            correction: Subtracted from the count in std and var.
-        """
-        local, record = shard.to_local(), shard.record
-        count, asked = math.prod(record.shape), f"{name} of {clean_name(record.piece.name)!r}"
-        if name.endswith(("max", "min")):
-            sign = 1 if name.endswith("max") else -1
-            return sign * self._largest(sign * local, asked)
-        if name in ("any", "all", "count_nonzero"):
-            found = self._sum((local != 0).double(), shard, asked)
-            return found if name == "count_nonzero" else found > (0 if name == "any" else count - 1)
-        local = local.double()
-        total = self._sum(local, shard, asked)
-        if name in ("std", "var"):
-            squares = self._sum((local - total / count) ** 2, shard, asked)
-            total = squares / max(count - correction, 0)
-            return total.sqrt() if name == "std" else total
-        return total if name == "sum" else total / count
-
-    def _sum(self, local: torch.Tensor, shard: Any, asked: str) -> torch.Tensor:
-        own = local.sum() / shard.record.copies
-        return self.all_reduce(own.view(1).to(self.device), asked)[0]
-
-    def _largest(self, local: torch.Tensor, asked: str) -> torch.Tensor:
-        """The maximum over all ranks; NaN if any element is NaN."""
-        lowest = torch.full((1,), -math.inf, dtype=torch.float64, device=local.device)
-        own = torch.cat([lowest, local.reshape(-1).double()]).max().to(self.device)
-        return self.maxima(own.view(1), asked)[0]
-
-    def maxima(self, values: torch.Tensor, asked: str) -> torch.Tensor:
-        """(n,), float64: the maxima of all ranks' values; NaN where a rank has NaN."""
-        nan = values.isnan()
-        both = torch.cat([values.masked_fill(nan, -math.inf), nan.to(values)])
-        largest, nan = self.all_reduce(both, asked, maximum=True).chunk(2)
-        return largest.masked_fill(nan > 0, math.nan)
-
-    def all_reduce(
-        self,
-        values: torch.Tensor,
-        asked: str,
-        said: Mapping[str, int] | None = None,
-        *,
-        maximum: bool = False,
-        excused: Callable[[str], bool] = lambda _: False,
-    ) -> torch.Tensor:
-        """The sum or the maximum of all ranks' values: (n,), float64. A collective.
-
-        See [Note: counts of ranks].
-
-        Args:
-            values: (n,); without NaN if `maximum`.
-            asked: Name of the quantity, which must be the same on every rank.
-            said: Counts that must be equal on every rank, by name.
-            maximum: Return the maximum instead of the sum.
-            excused: Whether a count may differ, asked of all ranks.
-
-        Raises:
-            EngineError: Ranks request different quantities, or their counts differ. On a GPU, the
-                end of the next backward raises it.
-        """
-        axes = self.transport.axes
-        said = {"": zlib.crc32(f"{asked} {len(values)}".encode()), **(said or {})}
-        numbers = {count: float(number % MOST) for count, number in said.items()}
-        pairs = {count: (x, -x if maximum else x * x) for count, x in numbers.items()}
-        if Count.REPLICAS in said and self.transport.name != "fake":
-            pairs |= {Count.STATES: (numbers[Count.STATES], 0.0), **_pairs_of_replicas(said, axes)}
-        for count, written in zip(_WRITTEN, (self.wrote, self.copied, self.edited), strict=True):
-            if count in said:
-                pairs[count] = _pair_of_writes(written, axes.mesh)
-                said[count] = wrote = bool(pairs[count][0])
-                if wrote or count != Count.SOURCES:  # tensors are gathered one by one
-                    written.clear()
-        if Count.GROUPS in said:
-            self.counts[Count.LISTED] = self.counts[Count.GROUPS] = 0
-        head = from_host([1.0, *chain.from_iterable(pairs.values())], values.device)
-        vector = torch.cat([head, values.double()])
-        self.transport.phase.next = f"a sum ({asked})"
-        self.transport.all_reduce(vector, maximum=maximum)
-        head, values = vector[: len(head)], vector[len(head) :]
-        self.read(head, partial(self._check, asked, said, excused, maximum))
-        return values
-
-    def _check(self, asked: str, said: Any, excused: Any, maximum: Any, head: torch.Tensor) -> None:
-        """Raise the error of a count that differs between ranks."""
-        differing = _differing(head, said, maximum=maximum)
-        for wrong in differing:
-            if wrong == Count.LISTED or (wrong == Count.GROUPS and Count.LISTED in differing):
-                continue  # a rank left out empty shards
-            if self.streams is None and excused(wrong):
-                continue
-            if wrong in _UNLIKE:
-                raise EngineError(f"{asked}: {_UNLIKE[wrong]}")
-            found = f"this rank has {said[wrong]}, other ranks differ"
-            if self.streams is None:
-                found = _table(self.transport, said[wrong])
-            raise EngineError(
-                f"{asked}: expected as many {wrong} on every rank; {found}. Every rank must make "
-                "each backward, optimizer.step(), zero_grad() (with one set_to_none), clipping "
-                "and load_state_dict(), and freeze the same parameters. If a rank has no loss, "
-                "use zero; evaluate under no_grad()."
-            )
-
-    def read(self, values: torch.Tensor, check: Callable[[torch.Tensor], None]) -> None:
-        """Call `check` with values on the host; if it would wait for a device, one step later.
-
-        All ranks call it in the same order, so that they raise errors together.
-        """
-        device = self.streams
-        if device is None:
-            check(values)
-            return
-        if len(self._arriving) == MOST_ARRIVING:
-            self.read_earlier()
-        copy = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
-        copy.copy_(values, non_blocking=True)
-        self._arriving.append((device, device.event(), check, copy))
-
-    def read_earlier(self) -> None:
-        """Run the checks that `read` deferred, at the end of a backward: values have arrived."""
-        arriving, self._arriving = self._arriving, []
-        for device, copied, check, copy in arriving:
-            device.finish(copied)
-            check(copy)
+        if order == 2.0 and self._valid_squares() is not None and all(map(self.knows, shards)):
+            return self._squares_of(shards)
+        powers = local_powers([shard.to_local() for shard in shards], order, self.device)
+        if not any(shard.record.is_cut for shard in shards):
+            return powers  # replicated: no communication needed
+        what = f"norm of {clean_name(shards[0].record.piece.name)!r}"
+        if order == math.inf:
+            return self.maxima(powers, what)
+        return self.all_reduce(self._share(powers, [s.record for s in shards]), what)
 
     def local_squares(
         self,
@@ -403,12 +267,79 @@ class GradientNorms:
         powers = [next(read) if power is None else power for power in known]
         return self._share(torch.cat(powers), records)
 
-    def _squares_of(self, gradients: Sequence[Any]) -> torch.Tensor:
-        assert self._squares is not None
-        at = [gradient.record.index for gradient in gradients]
-        if at == list(range(len(self._squares))):  # nearly always
-            return self._squares
-        return self._squares[from_host(at, self._squares.device, torch.int64)]
+    def _share(self, powers: torch.Tensor, records: Sequence[ShardRecord]) -> torch.Tensor:
+        """Divide by the number of ranks with the same elements, so that sums are correct."""
+        counts = [record.copies for record in records]
+        return powers / from_host(counts, self.device) if max(counts, default=1) > 1 else powers
+
+    def reduce(self, shard: Any, name: str, correction: int = 1) -> torch.Tensor:
+        """A reduction of the whole tensor to a plain scalar: float64 or int64. A collective.
+
+        Args:
+            shard: This rank's shard.
+            name: sum, mean, max, min, amax, amin, any, all, count_nonzero, std or var.
+            correction: Subtracted from the count in std and var.
+        """
+        local, record = shard.to_local(), shard.record
+        count, what = math.prod(record.shape), f"{name} of {clean_name(record.piece.name)!r}"
+        if name.endswith(("max", "min")):
+            sign = 1 if name.endswith("max") else -1
+            return sign * self._largest(sign * local, what)
+        if name in ("any", "all", "count_nonzero"):
+            found = self._sum((local != 0).double(), shard, what)
+            return found if name == "count_nonzero" else found > (0 if name == "any" else count - 1)
+        local = local.double()
+        total = self._sum(local, shard, what)
+        if name in ("std", "var"):
+            squares = self._sum((local - total / count) ** 2, shard, what)
+            total = squares / max(count - correction, 0)
+            return total.sqrt() if name == "std" else total
+        return total if name == "sum" else total / count
+
+    def _sum(self, local: torch.Tensor, shard: Any, what: str) -> torch.Tensor:
+        own = local.sum() / shard.record.copies
+        return self.all_reduce(own.view(1).to(self.device), what)[0]
+
+    def _largest(self, local: torch.Tensor, what: str) -> torch.Tensor:
+        """The maximum over all ranks; NaN if any element is NaN."""
+        lowest = torch.full((1,), -math.inf, dtype=torch.float64, device=local.device)
+        own = torch.cat([lowest, local.reshape(-1).double()]).max().to(self.device)
+        return self.maxima(own.view(1), what)[0]
+
+    # ---- clipping and loss scaling
+
+    def begin_clipping(self, limit: Any) -> None:
+        """Count a clipping, and drop the cache if a rank wrote into its gradients since then.
+
+        A collective where the host can read its result without waiting for a device.
+
+        Args:
+            limit: What decides the result, and must be the same on every rank.
+
+        Raises:
+            EngineError: Only some of the replicas of a shard were written.
+        """
+        self.counts[Count.CLIPPINGS] += 1
+        self.counts[Count.SETTINGS] += hash_of(limit)
+        if self.streams is not None:
+            return
+        wrote, sizes = [float(self._valid_squares() is None)], [1]
+        both = zip(self._memory, self._versions, strict=True)
+        written = {mesh for (mesh, flat), version in both if flat._version != version}
+        for mesh in dict(self._memory):  # that of experts may have no replicas
+            by_shard = [0.0] * (mesh.shard * mesh.inner)
+            by_shard[mesh.place(self.transport.rank) % len(by_shard)] = mesh in written
+            wrote += by_shard
+            sizes += [mesh.replicate] * len(by_shard)
+        counts: dict[str, int] = {Count.SETTINGS: self.counts[Count.SETTINGS]}
+        found = self.all_reduce(from_host(wrote, self.device), "a clipping", counts).tolist()
+        if found[0]:
+            self.mark_changed()
+        if any(count % size for count, size in zip(found, sizes, strict=True)):
+            raise EngineError(
+                "clipping: expected the same gradients on all replicas; some ranks wrote into "
+                "theirs after backward (p.grad.mul_). Write on every rank or on none."
+            )
 
     def share_found_inf(self, found_inf: torch.Tensor, factor: torch.Tensor) -> None:
         """Share an infinity of any rank, so that all ranks step or skip together.
@@ -423,27 +354,109 @@ class GradientNorms:
         own = torch.stack([found_inf.view(()), factor.view(()), -factor.view(())])
         shared = self.all_reduce(own.to(self.device), "GradScaler.unscale_", maximum=True)
         found_inf.copy_(shared[0])
-        self.read(shared[1:], _check_factors)
+        self.check_on_host(shared[1:], _check_factors)
 
-    def powers(self, shards: Sequence[Any], order: float) -> torch.Tensor:
-        """(len(shards),): sums of |x|^order over all ranks, or maxima for inf.
+    # ---- sums over all ranks, and what ranks compare
 
-        A collective unless the cache knows them (2-norms of unchanged gradients).
+    def compare(self, what: str, counts: Mapping[str, int] | None = None) -> None:
+        """Check that all ranks request the same quantity here, with these counts. A collective."""
+        self.all_reduce(torch.zeros(1, device=self.device), what, counts)
+
+    def maxima(self, values: torch.Tensor, what: str) -> torch.Tensor:
+        """(n,), float64: the maxima of all ranks' values; NaN where a rank has NaN."""
+        nan = values.isnan()
+        both = torch.cat([values.masked_fill(nan, -math.inf), nan.to(values)])
+        largest, nan = self.all_reduce(both, what, maximum=True).chunk(2)
+        return largest.masked_fill(nan > 0, math.nan)
+
+    def all_reduce(
+        self,
+        values: torch.Tensor,
+        what: str,
+        counts: Mapping[str, int] | None = None,
+        *,
+        maximum: bool = False,
+        excused: Callable[[str], bool] = lambda _: False,
+    ) -> torch.Tensor:
+        """The sum or the maximum of all ranks' values: (n,), float64. A collective.
+
+        See [Note: counts of ranks].
+
+        Args:
+            values: (n,); without NaN if `maximum`.
+            what: Name of the quantity, which must be the same on every rank.
+            counts: Counts that must be equal on every rank, by name.
+            maximum: Return the maximum instead of the sum.
+            excused: Whether a count may differ; called on all ranks.
+
+        Raises:
+            EngineError: Ranks request different quantities, or their counts differ. On a GPU, the
+                end of the next backward raises it.
         """
-        if order == 2.0 and self._valid_squares() is not None and all(map(self.knows, shards)):
-            return self._squares_of(shards)
-        powers = local_powers([shard.to_local() for shard in shards], order, self.device)
-        if not any(shard.record.is_cut for shard in shards):
-            return powers  # replicated: no communication needed
-        asked = f"norm of {clean_name(shards[0].record.piece.name)!r}"
-        if order == math.inf:
-            return self.maxima(powers, asked)
-        return self.all_reduce(self._share(powers, [s.record for s in shards]), asked)
+        axes = self.transport.axes
+        counts = {"": zlib.crc32(f"{what} {len(values)}".encode()), **(counts or {})}
+        numbers = {count: float(number % MOST) for count, number in counts.items()}
+        pairs = {count: (x, -x if maximum else x * x) for count, x in numbers.items()}
+        if Count.REPLICAS in counts and self.transport.name != "fake":
+            pairs |= _pairs_of_replicas(counts, axes)
+            pairs[Count.STATES] = numbers[Count.STATES], 0.0
+        for count, written in zip(_WRITTEN, (self.wrote, self.copied, self.edited), strict=True):
+            if count in counts:
+                pairs[count] = _pair_of_writes(written, axes.mesh)
+                counts[count] = wrote = bool(pairs[count][0])
+                if wrote or count != Count.SOURCES:  # tensors are gathered one by one
+                    written.clear()
+        if Count.GROUPS in counts:
+            self.counts[Count.LISTED] = self.counts[Count.GROUPS] = 0
+        head = from_host([1.0, *chain.from_iterable(pairs.values())], values.device)
+        vector = torch.cat([head, values.double()])
+        self.transport.phase.next = f"a sum ({what})"
+        self.transport.all_reduce(vector, maximum=maximum)
+        head, values = vector[: len(head)], vector[len(head) :]
+        self.check_on_host(head, partial(self._check, what, counts, excused, maximum))
+        return values
 
-    def _share(self, powers: torch.Tensor, records: Sequence[ShardRecord]) -> torch.Tensor:
-        """Divide by the number of ranks with the same elements, so that sums are correct."""
-        counts = [record.copies for record in records]
-        return powers / from_host(counts, self.device) if max(counts, default=1) > 1 else powers
+    def _check(self, what: str, own: Any, excused: Any, maximum: Any, head: torch.Tensor) -> None:
+        """Raise the error of a count that differs between ranks."""
+        differing = _differing(head, own, maximum=maximum)
+        for wrong in differing:
+            if wrong == Count.LISTED or (wrong == Count.GROUPS and Count.LISTED in differing):
+                continue  # a rank left out empty shards
+            if self.streams is None and excused(wrong):
+                continue
+            if wrong in _UNLIKE:
+                raise EngineError(f"{what}: {_UNLIKE[wrong]}")
+            found = f"this rank has {own[wrong]}, other ranks differ"
+            if self.streams is None:
+                found = _table(self.transport, own[wrong])
+            raise EngineError(
+                f"{what}: expected as many {wrong} on every rank; {found}. Every rank must make "
+                "each backward, optimizer.step(), zero_grad() (with one set_to_none), clipping "
+                "and load_state_dict(), and freeze the same parameters. If a rank has no loss, "
+                "use zero; evaluate under no_grad()."
+            )
+
+    def check_on_host(self, values: torch.Tensor, check: Callable[[torch.Tensor], None]) -> None:
+        """Call `check` with values on the host; if it would wait for a device, one step later.
+
+        All ranks call it in the same order, so that they raise errors together.
+        """
+        device = self.streams
+        if device is None:
+            check(values)
+            return
+        if len(self._arriving) == MOST_ARRIVING:
+            self.finish_checks()
+        copy = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
+        copy.copy_(values, non_blocking=True)
+        self._arriving.append((device, device.event(), check, copy))
+
+    def finish_checks(self) -> None:
+        """Run the checks that `check_on_host` deferred, at the end of a backward."""
+        arriving, self._arriving = self._arriving, []
+        for device, copied, check, copy in arriving:
+            device.finish(copied)
+            check(copy)
 
 
 def local_powers(
@@ -546,14 +559,14 @@ _UNLIKE = {  # errors of hashes that differ between ranks
 }
 
 
-def _pairs_of_replicas(said: Mapping[str, int], axes: Axes) -> dict[str, tuple[float, float]]:
+def _pairs_of_replicas(counts: Mapping[str, int], axes: Axes) -> dict[str, tuple[float, float]]:
     """Hashes with weights whose sum is 0 over the ranks that must have equal hashes."""
     replica, part, mesh = axes.replicate_index, axes.shard_index, axes.mesh
     weights = {
         Count.REPLICAS: (1 + replica) * (-1 if part else mesh.shard - 1),
         Count.WEIGHTS: (1 + part) * (-1 if replica else mesh.replicate - 1),
     }
-    return {count: (weight * said[count], 0.0) for count, weight in weights.items()}
+    return {count: (weight * counts[count], 0.0) for count, weight in weights.items()}
 
 
 def _pair_of_writes(written: Written, mesh: Mesh) -> tuple[float, float]:
@@ -625,11 +638,11 @@ def _check_factors(factors: torch.Tensor) -> None:
         raise EngineError(f"GradScaler.unscale_: {_SETTINGS}")
 
 
-def _differing(head: torch.Tensor, said: Iterable[str], *, maximum: bool) -> list[str]:
+def _differing(head: torch.Tensor, counts: Iterable[str], *, maximum: bool) -> list[str]:
     """Names of the counts that differ between ranks."""
     ranks, *sums = head.tolist()
     found = []
-    for what, total, other in zip(said, sums[::2], sums[1::2], strict=True):
+    for what, total, other in zip(counts, sums[::2], sums[1::2], strict=True):
         differs = (total != -other) if maximum else (ranks * other != total * total)
         differs = differs and (what != Count.STATES or total % MOST != 0)
         found += [what] * bool((total and other) if what in _WRITTEN else differs)

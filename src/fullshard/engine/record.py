@@ -73,7 +73,7 @@ class ShardRecord(Elements):
         post_accumulate: The user's hooks, called with the reduced gradient.
         states: Allocates optimizer states; None if they are on the device of the parameter.
         compute: Returns the compute parameter if it shares memory with the whole parameter.
-        place: Where the parameter was placed; see `address_of`.
+        address: Where the parameter was placed; see `address_of`.
         last_write: Number of the last write into it.
     """
 
@@ -88,7 +88,7 @@ class ShardRecord(Elements):
     post_accumulate: OrderedDict[int, Callable[[torch.Tensor], None]]
     states: Residence | None = None
     compute: Callable[[], nn.Parameter] | None = None
-    place: int = 0
+    address: int = 0
     last_write: int = 0
 
     def __reduce__(self) -> Any:
@@ -194,7 +194,7 @@ def sharing_of(tensor: Any, *, makes: bool = False) -> Any:
         found = Sharing()
         found.add(tensor)
         with no_guard():
-            if tensor.is_at_rest and address_of(tensor) == tensor.record.place:
+            if tensor.is_at_rest and address_of(tensor) == tensor.record.address:
                 tensor.shares = weakref.ref(found)
     return found
 

@@ -5,9 +5,12 @@ A tensor's hash is the sum of its elements' bits as integers. It is cheap, equal
 and detects a wrong seed, a missed load or an update on one rank. Ranks compute the maximum of their
 hashes and of the negated hashes; if these agree, all hashes are equal.
 
-Two checks compare the replicas of a shard. `check_replicas` hashes all weights every 100 steps.
-`Count.WEIGHTS` (engine/norms.py) hashes a few of them at every step, on CPUs only; it is part of
-the sum that ends a backward.
+Two checks compare the replicas of a shard, because one is early and the other complete:
+
+    Count.WEIGHTS      a piece of the trained weights in each step, in the sum that ends a backward.
+    (engine/norms.py)  An update that differs changes nearly all elements, so the next step shows
+                       it. On CPUs only: elsewhere the host would wait for the hash.
+    check_replicas     all weights every 100 steps, also frozen ones, on every device.
 """
 
 from __future__ import annotations
@@ -52,9 +55,9 @@ def check_equal_start(
     numbers = [int(plan.digest()[:15], 16), len(params), _schedule_hash(plan)]
     numbers.append(zlib.crc32(told.encode()))
     widest = max((plan.mesh, *(unit.mesh for unit in plan.units)), key=attrgetter("inner"))
-    inner, seat = widest.inner, widest.place(transport.rank) % widest.inner
+    inner, own = widest.inner, widest.place(transport.rank) % widest.inner
     # plans may differ along other axes, if sizes do not divide; schedules may not
-    found = _bounds(torch.tensor(numbers, device=device), transport, [seat, seat, 0, 0], inner)
+    found = _bounds(torch.tensor(numbers, device=device), transport, [own, own, 0, 0], inner)
     if _unequal(found):
         raise ConfigError(
             "fs.shard: expected the same model and the same configuration on every rank; the "
@@ -114,8 +117,8 @@ def check_replicas(units: Sequence[Unit], norms: GradientNorms) -> None:
         return
     meshes = [unit.plan.mesh for unit in copied]
     hashes = [torch.stack([bits_hash(g.master) for g in unit.groups]).sum() for unit in copied]
-    seats = [mesh.place(transport.rank) % (mesh.shard * mesh.inner) for mesh in meshes]
-    num_seats = max(mesh.shard * mesh.inner for mesh in meshes)
+    sets = [mesh.place(transport.rank) % (mesh.shard * mesh.inner) for mesh in meshes]
+    num_sets = max(mesh.shard * mesh.inner for mesh in meshes)
     transport.phase.next = "a comparison of replicas"
     values = torch.stack(hashes).to(copied[0].groups[0].full.device)
 
@@ -125,23 +128,23 @@ def check_replicas(units: Sequence[Unit], norms: GradientNorms) -> None:
             others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise EngineError(f"{wrong[0]}{others}: {UNEQUAL_REPLICAS}")
 
-    norms.read(_bounds(values, transport, seats, num_seats), check)
+    norms.check_on_host(_bounds(values, transport, sets, num_sets), check)
 
 
 def _bounds(
-    values: torch.Tensor, transport: Transport, seats: Sequence[int] = (), num_seats: int = 1
+    values: torch.Tensor, transport: Transport, sets: Sequence[int] = (), num_sets: int = 1
 ) -> torch.Tensor:
-    """(2, seats, n): maxima of int64 values and their negatives over the ranks with each seat.
+    """(2, num_sets, n): maxima of int64 values and their negatives over each set of ranks.
 
-    `seats` has one per value.
+    The ranks of a set must have equal values. `sets` has this rank's set for each value.
     """
-    at = from_host([*seats] or [0] * len(values), values.device, torch.int64).expand(2, 1, -1)
-    bounds = values.new_full((2, num_seats, len(values)), _NONE)
+    at = from_host([*sets] or [0] * len(values), values.device, torch.int64).expand(2, 1, -1)
+    bounds = values.new_full((2, num_sets, len(values)), _NONE)
     bounds.scatter_(1, at, torch.stack([values, -values]).unsqueeze(1))
     transport.all_reduce(bounds, maximum=True)
     return bounds
 
 
 def _unequal(bounds: torch.Tensor) -> list[int]:
-    """Which values differ between ranks with the same seat."""
+    """Which values differ between ranks of one set."""
     return (bounds[0] != -bounds[1]).any(dim=0).nonzero().flatten().tolist()

@@ -194,9 +194,9 @@ def refuse_sample(sample: Any, num_ranks: int) -> None:
     """Refuses a sample for a model that other axes of so many ranks cut."""
     if sample is not None and num_ranks > 1:
         raise ConfigError(
-            f"sample: expected a mesh of the axes replicate and shard alone; got {num_ranks} ranks "
-            "along others, for which this is not yet supported. Leave it out; the first step then "
-            "records the order of units."
+            f"sample: expected a mesh of only the axes replicate and shard; got {num_ranks} ranks "
+            "along others, which is not yet supported with a sample. Leave it out; the first step "
+            "then records the order of units."
         )
 
 
@@ -330,4 +330,4 @@ def no_sync(model: nn.Module, *, outer_only: bool = False) -> Any:
             backward outside. Stores a shard of the gradients instead of whole gradients.
     """
     gradients = engine_of(model).gradients
-    return gradients.no_sync(gradients.inner if outer_only else Sync.NONE)
+    return gradients.no_sync(gradients.inner_sync if outer_only else Sync.NONE)

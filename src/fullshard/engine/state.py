@@ -191,7 +191,7 @@ class _Whole:
         whole = self.unit.plan.mesh.shard == 1
         for buffer, group in zip(self.buffers, self.unit.groups, strict=True):
             if writeback:
-                group.master.copy_(buffer.chunk(group.plan.layout.num_parts)[self.unit.part])
+                group.master.copy_(buffer.chunk(group.plan.layout.num_parts)[self.unit.shard_index])
             for member in group.members:
                 if member.cut is not None:
                     placed = self.placed[id(member)]

@@ -163,7 +163,7 @@ class Runtime:
         self.cut_anew: str | None = None  # a trained parameter that a later engine cut differently
         self._task = -1  # the running backward
         self._end: Callable[[], Any] = _nothing  # weak: its callback, while autograd has it
-        self._inner = -1  # the backward inside it
+        self._nested = -1  # the backward inside it
         self._recomputed = -1  # the backward in which forward code ran again
         self._generation = 0  # forwards of the whole model so far
         self.num_followed = 0  # writes into shards, of `home.num_writes`, that units have followed
@@ -274,10 +274,10 @@ class Runtime:
         Not for replicas, which may evaluate alone.
         """
         norms, compared = self.gradients.norms, (Count.GATHERS, Count.WRITES, Count.SOURCES)
-        said: dict[str, int] = {it: norms.counts[it] for it in compared}
+        counts: dict[str, int] = {it: norms.counts[it] for it in compared}
         if (mesh := norms.transport.axes.mesh).replicate == 1 and mesh.shard > 1:
             with outside_modes():
-                norms.compare("an evaluation", said)
+                norms.compare("an evaluation", counts)
 
     def _copied(self, unit: Unit) -> Callable[[torch.Tensor], torch.Tensor]:
         """Copies tensors that share memory with the unit's weights. See [Note: copied outputs]."""
@@ -403,7 +403,7 @@ class Runtime:
         if use.task == task:
             return
         if self._task != task and not self._begin_backward(task):
-            self._enter_inner(use)
+            self._enter_nested(use)
             return
         use.task, use.retained = task, self._retains
         if use.around is not None:
@@ -414,12 +414,12 @@ class Runtime:
             self.observed.backward.append(use.unit)
         self._open(unit)
 
-    def _enter_inner(self, use: Use) -> None:
+    def _enter_nested(self, use: Use) -> None:
         """See [Note: a backward inside a backward]."""
         if use.around is not None:
-            self._enter_inner(use.around)
+            self._enter_nested(use.around)
         unit = self.units[use.unit]
-        self._run(self.scheduler.enter_inner(use.unit))
+        self._run(self.scheduler.enter_nested(use.unit))
         unit.wait()
         unit.versions.mark(is_open=True)
         self._open(unit)
@@ -430,13 +430,13 @@ class Runtime:
             self._opened.add(unit)
             unit.swap_in()
 
-    def _check_inner(self, task: int) -> None:
+    def _check_nested(self, task: int) -> None:
         """Check that a backward inside another reaches no parameter."""
-        if self._inner != task:
+        if self._nested != task:
             for unit in self.units:
                 if any(is_reached(member) for member in unit.trained_members):
                     raise EngineError(REENTRANT.format(title=unit.plan.title))
-            self._inner = task
+            self._nested = task
 
     def _begin_backward(self, task: int) -> bool:
         """Begin a backward; False for one inside another, which changes nothing.
@@ -448,9 +448,9 @@ class Runtime:
         if self._task != -1 and self._end() is None:
             self.reset()  # the last backward raised and never ended
         if self._recomputed not in (-1, task):  # a checkpoint around several models
-            self._check_inner(task)
+            self._check_nested(task)
         if self._end() is not None:
-            self._check_inner(task)
+            self._check_nested(task)
         check_graph(self.cut_anew)
         if self._task != -1:
             return False
@@ -508,7 +508,7 @@ class Runtime:
         if not synced:
             self.gradients.show_pending(self.units)
         self._close_backward()
-        self._task = self._recomputed = self._inner = -1
+        self._task = self._recomputed = self._nested = -1
         self._end = _nothing
         if reduce and synced:  # made by all ranks; ranks may differ in deferred ones
             self.observed.done = self.observed.done or bool(self.observed.backward)
@@ -553,7 +553,7 @@ class Runtime:
         self.scheduler.reset()
         self.stack.clear()
         self._current = [None] * len(self.units)
-        self._task = self._recomputed = self._inner = -1
+        self._task = self._recomputed = self._nested = -1
         if not self.observed.done:
             self.observed = Observed()
 

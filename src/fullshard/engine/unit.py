@@ -221,12 +221,12 @@ class Group:
             member.param.record.norms.counts[Count.FREEZINGS] += 1
         self.trained = [shard.requires_grad for shard in self._shards]
 
-    def bind(self, rings: Rings, part: int) -> None:
+    def bind(self, rings: Rings, shard_index: int) -> None:
         """Point the compute parameters and gradients at the group's slots."""
         plan, numel = self.plan, self.plan.layout.numel
         if plan.slot is not None:
             self.full = rings.view(plan.slot, numel)
-            self.part = self.full.chunk(plan.layout.num_parts)[part]
+            self.part = self.full.chunk(plan.layout.num_parts)[shard_index]
             if self.full.dtype is not self.master.dtype:
                 self.cast = rings.cast(plan.dtypes.master, plan.layout.part_numel)
         if plan.grad_slot is not None:
@@ -286,7 +286,7 @@ class Group:
         layout = self.plan.layout
         self.unit.compare(self.members[0].param, self.unit.plan.title)
         full = torch.empty(layout.numel, dtype=self.master.dtype, device=self.full.device)
-        full.chunk(layout.num_parts)[self.unit.part].copy_(self.master)
+        full.chunk(layout.num_parts)[self.unit.shard_index].copy_(self.master)
         self.unit.transport.fetch([full]).wait()
         return full
 
@@ -409,7 +409,7 @@ class Unit:
         num_expected: Number of gradients still expected in this backward.
         waiting: Parameters with final gradients that are not moved yet.
         slot_storages: Ids of the storages of its slots.
-        places: Table, name, shard and compute parameter of each swap.
+        entries: Table, name, shard and compute parameter of each swap.
         divisor: Divisor of its gradients' sums, which FSDP2's interface sets (compat/fsdp2/); None:
             the model's.
     """
@@ -428,12 +428,12 @@ class Unit:
             for member in group.members:
                 member.group = group
         self.transport: Transport = transport
-        self.part = plan.mesh.coordinates(transport.rank)[1]
+        self.shard_index = plan.mesh.coordinates(transport.rank)[1]
         self.fetch: Fetch | None = None
         self.reduction: Reduction | None = None
         self.swaps: list[Swap] = []
         self.slot_storages: set[int] = set()
-        self.places: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self.entries: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._has_cuts = False  # whether compute parameters are DTensors
         self._bound: list[tuple[Member, torch.Tensor, int]] = []  # local tensors and addresses
         self.has_replaced = False  # whether data of its compute parameters was set
@@ -451,8 +451,8 @@ class Unit:
     def compare(self, param: ShardedParameter, what: str) -> None:
         """Check that all ranks gather the same tensor, which all or none wrote. A collective."""
         if self.plan.mesh.shard * self.plan.mesh.inner > 1:
-            said: dict[str, int] = {Count.WRITES: 0, Count.SOURCES: 0}
-            param.record.norms.compare(f"the whole of {what}", said)
+            counts: dict[str, int] = {Count.WRITES: 0, Count.SOURCES: 0}
+            param.record.norms.compare(f"the whole of {what}", counts)
 
     def start_gather(self) -> None:
         """Copy this rank's part to the slot and start to fetch the other parts."""
@@ -479,7 +479,7 @@ class Unit:
         """
         for group in self.gathered:
             for at, part in enumerate(group.full.chunk(group.plan.layout.num_parts)):
-                if at != self.part or not self.transport.home.is_read(group.full):
+                if at != self.shard_index or not self.transport.home.is_read(group.full):
                     part.fill_(float("nan"))
 
     def check_params(self) -> None:
@@ -489,7 +489,7 @@ class Unit:
             EngineError: A module has another object, which the forward would not use.
         """
         if self.swapped == 0:
-            for table, name, param, _ in self.places:
+            for table, name, param, _ in self.entries:
                 found = table.get(name)
                 if found is not param:
                     if getattr(found, "__dict__", None) is vars(param):  # see `swap_in`
@@ -555,7 +555,7 @@ class Unit:
         """Show the compute parameters in the modules. Calls are counted, since they nest."""
         self.swapped += 1
         if self.swapped == 1:
-            for table, name, param, compute in self.places:
+            for table, name, param, compute in self.entries:
                 table[name] = compute
                 compute.__dict__ = param.__dict__  # both share attributes that the user sets
 
@@ -592,14 +592,14 @@ class Unit:
 
         Parameters that a forward replaced stay, so that `check_params` finds them.
         """
-        for table, name, param, compute in self.places:
+        for table, name, param, compute in self.entries:
             if table.get(name) is compute:
                 table[name] = param
             compute.__dict__ = {}  # autograd's node must not keep the record
 
     def unbind(self) -> None:
         """Drop all views of slots."""
-        self.places, self._bound, self.versions = [], [], Versions()
+        self.entries, self._bound, self.versions = [], [], Versions()
         for group in self.groups:
             group.unbind()
 
@@ -608,8 +608,8 @@ class Unit:
         self.on_gradient = on_gradient
         self.versions.mark(is_open=True)  # tensors that are bound again have their own class
         for group in self.groups:
-            group.bind(rings, self.part)
-        self.places = [
+            group.bind(rings, self.shard_index)
+        self.entries = [
             (swap.module._parameters, swap.name, swap.member.param, swap.member.compute)
             for swap in self.swaps
         ]

@@ -107,7 +107,7 @@ class ShardedAccelerator(Accelerator):
         """Waits for all ranks; raises on all if one is in a collective of a model instead."""
         for norms in [engine_of(model).norms for model in self._models]:
             norms.compare("wait_for_everyone()")
-            norms.read_earlier()  # on GPUs it would be read at the next backward
+            norms.finish_checks()  # on GPUs the next backward would check it
         super().wait_for_everyone()
 
     # ---- Accelerate's own file format

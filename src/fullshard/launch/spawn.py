@@ -330,7 +330,7 @@ def _remove_abandoned() -> None:
         with contextlib.suppress(OSError):
             if path.stat().st_uid != os.getuid() or time.time() - path.stat().st_mtime < 60.0:
                 continue
-            descriptor = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW)  # older versions have none
+            descriptor = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)

@@ -258,7 +258,7 @@ class Scheduler:
         events.append(event_of(EventKind.BACKWARD, unit))
         return events
 
-    def enter_inner(self, unit: int) -> list[Event]:
+    def enter_nested(self, unit: int) -> list[Event]:
         """Begins the unit's backward inside of another backward, which waits for it."""
         events: list[Event] = []
         if self._reads(unit, backward=True):

@@ -69,8 +69,8 @@ if TYPE_CHECKING:
 Batch = dict[str, torch.Tensor]
 
 
-class Recipe(Protocol):
-    """The part of a training loop that depends on the recipe: data and loss."""
+class RankBatches(Protocol):
+    """The batches of one rank and their loss, as the loop uses them."""
 
     @property
     def samples_per_step(self) -> int:
@@ -200,6 +200,8 @@ def whole_logits_loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int
 
 class RowBatches:
     """Batches of one rank, and the objective that is learned from them.
+
+    A recipe with other batches derives its own class (`RecipeKind.batches`).
 
     Args:
         data: Prepared data of the run.

@@ -1,7 +1,7 @@
 """The training loop, the same for every recipe and engine.
 
 for step in steps:
-    batches = recipe.micro_batches(step)           data_s; while the device computes the step before
+    batches = data.micro_batches(step)             data_s; while the device computes the step before
     trainee.update(step, batches, loop)            forward, backward, clip, update: by the engine
     row = measurements of the step                 one small exchange between all ranks
     evaluate, save, if due
@@ -26,7 +26,7 @@ from fullshard.errors import DivergedError
 from fullshard.models.generate import Sample
 from fullshard.observe.hang import watchdog
 from fullshard.observe.metrics import AnyRow, EvalRow, SaveRow, StepRow
-from fullshard.recipes.base import Batch, Recipe, RowBatches, Team
+from fullshard.recipes.base import Batch, RankBatches, RowBatches, Team
 from fullshard.run.optim import Schedule
 from fullshard.saving import SaveSettings
 
@@ -218,9 +218,9 @@ class Patience:
         return {"best": best, "waited": self._waited, "step": self._step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads the state from a checkpoint of the same run, perhaps by an older version.
+        """Loads the state from a checkpoint.
 
-        Older versions did not save the step of the last evaluation: then none counts as missing.
+        It is empty if the checkpoint is of another run: then no evaluation counts as missing.
         """
         best, step = state.get("best"), state.get("step")
         self._best = math.inf if best is None else float(best)
@@ -251,10 +251,10 @@ class LoopSettings:
 
 @dataclass(eq=False)
 class Loop:
-    """Runs a recipe over a number of steps."""
+    """Runs a number of steps: the batches of a recipe, the updates of an engine."""
 
     trainee: Trainee
-    recipe: Recipe
+    data: RankBatches
     settings: LoopSettings
     team: Team
     watcher: Watcher
@@ -315,7 +315,7 @@ class Loop:
         """Held-out loss in nats per token, the same on all ranks; None if nothing is held out."""
         self.watcher.entered("evaluation", step)
         self._is_cut = False
-        batches = takewhile(lambda _: not self._stops_within(step), self.recipe.held_out())
+        batches = takewhile(lambda _: not self._stops_within(step), self.data.held_out())
         here = self.trainee.totals(batches, self)
         if self._is_cut:
             return None
@@ -357,12 +357,12 @@ class Loop:
         data_s, comm_s = sum(data) / len(data), sum(comm) / len(comm)
         return StepRow(
             step=step,
-            epoch=step / self.recipe.steps_per_epoch,
+            epoch=step / self.data.steps_per_epoch,
             loss=loss if math.isfinite(loss) else None,
             grad_norm=measured.grad_norm if math.isfinite(measured.grad_norm) else None,
             learning_rate=self.settings.schedule.learning_rate(step - 1),
             tokens_per_s=sum(inputs) / step_time_s,
-            samples_per_s=self.recipe.samples_per_step / step_time_s,
+            samples_per_s=self.data.samples_per_step / step_time_s,
             step_time_s=step_time_s,
             data_s=data_s,
             compute_s=max(0.0, step_time_s - data_s - comm_s),
@@ -385,7 +385,7 @@ class Loop:
     def _batches(self, step: int) -> list[Batch]:
         self.watcher.entered("data loading", step)
         began = time.perf_counter()
-        batches = self.recipe.micro_batches(step - 1)
+        batches = self.data.micro_batches(step - 1)
         self._data_s += time.perf_counter() - began
         return batches
 

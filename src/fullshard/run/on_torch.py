@@ -39,7 +39,7 @@ from fullshard.run.console import plan_lines
 from fullshard.run.generation import sampling
 from fullshard.run.loop import Loop, Measured, Side, Trainee, Update, diverged
 from fullshard.run.optim import Average, apply_scaled, build_optimizer
-from fullshard.run.outlook import View, answered, topology_of, view_of
+from fullshard.run.outlook import View, explained_memory, topology_of, view_of
 from fullshard.run.resume import SCALER
 from fullshard.saving import SaveSettings
 from fullshard.transport import streams
@@ -153,7 +153,7 @@ class TorchTrainee(Trainee):
         try:
             with torch.no_grad():
                 for batch in batches:
-                    batch_total, batch_count = loop.recipe.loss(self.model, batch)
+                    batch_total, batch_count = loop.data.loss(self.model, batch)
                     total, count = total + batch_total.item(), count + batch_count
         finally:
             self.model.train()
@@ -178,15 +178,15 @@ class TorchTrainee(Trainee):
 
         [Note: uneven batches]
         A rank with fewer micro-batches than another would leave the other waiting in a collective.
-        If the recipe does not know the counts, the ranks exchange them once per step with their
+        If the counts are not known before, the ranks exchange them once per step with their
         numbers of label tokens. A rank with fewer repeats its last batch without labels.
 
         Raises:
             DataError: No rank has a batch, or this rank never had one.
         """
-        if loop.recipe.tokens_per_step is not None:
-            return batches, loop.recipe.tokens_per_step
-        here = sum(map(loop.recipe.count, batches))
+        if loop.data.tokens_per_step is not None:
+            return batches, loop.data.tokens_per_step
+        here = sum(map(loop.data.count, batches))
         parts = loop.team.exchange([here, len(batches)])
         most = int(max(part[1] for part in parts))
         self._last = batches[-1] if batches else self._last
@@ -210,7 +210,7 @@ class TorchTrainee(Trainee):
                 if not last and config.grad_sync is not GradSync.EVERY_MICRO_BATCH:
                     outer_only = config.grad_sync is GradSync.LAST_MICRO_BATCH_OUTER
                     around.enter_context(fs.no_sync(self.model, outer_only=outer_only))
-                batch_total, _ = loop.recipe.loss(self.model, batch)
+                batch_total, _ = loop.data.loss(self.model, batch)
                 self.scaler.scale(batch_total * scale).backward()
             totals.append(batch_total.detach())
         return torch.stack(totals).sum(dtype=torch.float64)
@@ -258,7 +258,7 @@ class TorchSide(TorchTrainee, Side):
 
     def explained(self) -> contextlib.AbstractContextManager[None]:
         """Explains running out of memory from the plan."""
-        return answered(lambda: self._view)
+        return explained_memory(lambda: self._view)
 
     @cached_property
     def _shown_plan(self) -> Plan:

@@ -445,13 +445,13 @@ def foresee(config: RunConfig, topology: Topology) -> View | XlaOutlook:
     return look(config, model_config_of(config), world, on_cpu=machine.is_host, machine=machine)
 
 
-def leaves_something(config: RunConfig) -> bool:
-    """Whether the planner has a choice in the configuration."""
+def leaves_choices(config: RunConfig) -> bool:
+    """Whether a value of the configuration is `auto`, so that the planner chooses it."""
     return config.sharding.strategy is Strategy.AUTO or config.training.leaves_micro_batch
 
 
 @contextlib.contextmanager
-def answered(view: Callable[[], View]) -> Iterator[None]:
+def explained_memory(view: Callable[[], View]) -> Iterator[None]:
     """Turn running out of memory inside the block into an error that suggests changes.
 
     Args:

@@ -11,8 +11,8 @@ A run that ended early (early_stopping_patience) counts as finished, whatever st
 state.json holds {global_batch, samples_seen, epoch, seed, data}. The samples of a step depend
 only on the global batch, the seed and the step (see data/order.py), so "step" is the whole
 position: no sample is repeated or skipped, whatever number of ranks resumes. `data` is the
-checksum of the tokens: a run does not resume from a checkpoint that was trained on others. Of a
-stream it is two checksums, of which one must be the same: see `DatasetFacts.fingerprint`.
+checksum of the tokens (`DatasetFacts.fingerprint`): a run does not resume from a checkpoint that
+was trained on others.
 """
 
 from __future__ import annotations
@@ -56,8 +56,6 @@ logger = logging.getLogger(__name__)
 
 TEACHER = "teacher"  # key of run.json: the sample of its weights
 SAMPLE_BYTES, WEIGHTS = 4096, "*.safetensors"
-# What a sample contains: now; by an older fullshard, which took weights alone, and ones not read.
-_SAMPLED = ((CONFIG,), (), (CONFIG, "pytorch_model*.bin"), ("pytorch_model*.bin",))
 # Keys of a checkpoint's state.
 POSITION, SCALER, PATIENCE = "position", "scaler", "patience"
 # Keys of a model's configuration that change no forward.
@@ -284,8 +282,7 @@ def check_teacher(config: RunConfig, folder: RunFolder) -> None:
     Ranks call it after they opened the teacher or the cache.
     """
     known = folder.read_record().get(TEACHER)
-    samples = [sample_of_teacher(config, *more) for more in _SAMPLED]
-    if known is not None and known not in samples:
+    if known is not None and known != sample_of_teacher(config):
         raise ConfigError(
             "teacher: expected the weights and the config.json (or the distill.cache) from which "
             f"the run in '{folder.path}' has learned so far; they were replaced. Restore them, use "
@@ -293,16 +290,15 @@ def check_teacher(config: RunConfig, folder: RunFolder) -> None:
         )
 
 
-def sample_of_teacher(config: RunConfig, *more: str) -> str | None:
-    """Checksum of a sample of the teacher's weights, or of the description of its cached logits.
+def sample_of_teacher(config: RunConfig) -> str | None:
+    """Checksum of a sample of the teacher's weights and its config.json, or of its cache.json.
 
-    `more` names further files of the teacher. None without a teacher. A run that has both learns
-    from the cache.
+    None without a teacher. A run that has a teacher and a cache learns from the cache.
     """
     teacher, cache = config.teacher, config.distill and config.distill.cache
     place, kinds = cache, ("cache.json",)
     if not cache:
-        place, kinds = teacher and teacher.name_or_path, (WEIGHTS, *more)
+        place, kinds = teacher and teacher.name_or_path, (WEIGHTS, CONFIG)
     if place is None:
         return None
     found = xxhash.xxh3_128()
@@ -335,7 +331,7 @@ def check_data(resume: Resume, position: Any, steps: StepPlan) -> None:
         ("seed", "training.seed", steps.order.seed),
     ):
         was = trained.get(name, now)
-        if was != now and not {*str(was).split()} & {*str(now).split()}:
+        if was != now:
             raise ConfigError(
                 f"{key}: expected the {name} of the run that resumes from '{resume.path}' ({was}); "
                 f"got others ({now}), or the order of another version. Restore the old data and "

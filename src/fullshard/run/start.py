@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from fullshard import saving
 from fullshard.checkpoint.commit import ALONE
 from fullshard.checkpoint.files import write_text
-from fullshard.checkpoint.format import CONFIG
 from fullshard.checkpoint.read import choose
 from fullshard.checkpoint.retain import ELSEWHERE, IN_RUN
 from fullshard.checkpoint.storage import StorePath, storage_path
@@ -72,7 +71,7 @@ from fullshard.run.folder import (
     check_output_dir,
 )
 from fullshard.run.optim import KINDS, StepPlan, check_optimizer, plan_steps
-from fullshard.run.outlook import View, foresee, leaves_something, topology_of
+from fullshard.run.outlook import View, foresee, leaves_choices, topology_of
 from fullshard.run.resume import (
     TEACHER,
     Resume,
@@ -202,7 +201,7 @@ def prepare_run(
         teacher = _checked_weights(resolved.config)  # before the model is traced
         view = foresee(resolved.config, topology_of(resolved.config, world_size))
         training = view.config.training
-        if isinstance(view, View) and leaves_something(resolved.config):
+        if isinstance(view, View) and leaves_choices(resolved.config):
             resolved = replace(resolved, config=view.config)
             logger.info("auto selects %s", choice_of(view.outlook))
         _check_memory(view)
@@ -235,7 +234,7 @@ def prepare_run(
 def _checked_weights(config: RunConfig) -> str | None:
     """Checks the weights that the run begins with; returns a sample of its teacher's."""
     check_weights(config)
-    return sample_of_teacher(config, CONFIG)
+    return sample_of_teacher(config)
 
 
 def _say_kept_batch(training: TrainingConfig, num_batches: int, steps: StepPlan) -> None:

@@ -116,7 +116,7 @@ def _skip_reduction(model: nn.Module, _: Injection) -> None:
     real, shard = unit.transport, unit.plan.mesh.shard
 
     def reduce(fulls: Tensors) -> _Landing:
-        own = [full.chunk(shard)[unit.part].clone() for full in fulls]
+        own = [full.chunk(shard)[unit.shard_index].clone() for full in fulls]
         return _Landing(real.reduce(fulls), lambda outs: _copy(own, outs))
 
     def sum_replicas(values: torch.Tensor) -> Iterator[None]:

@@ -100,7 +100,7 @@ class RankResults(Watcher):
 
 
 class _Batches:
-    """The loop's recipe: the job's batches from step `first` on, loss of pre-training."""
+    """The job's batches from step `first` on, with the loss of pre-training."""
 
     samples_per_step = 1
     steps_per_epoch = 1
@@ -167,7 +167,7 @@ class _Training:
         )
         return model, optimizer
 
-    def run(self, model: nn.Module, optimizer: Optimizer, recipe: _Batches, num_steps: int) -> None:
+    def run(self, model: nn.Module, optimizer: Optimizer, data: _Batches, num_steps: int) -> None:
         """Train with the loop of a run."""
         self.record.watch(model, optimizer)
         rate = self.job.optimizer["learning_rate"]
@@ -179,7 +179,7 @@ class _Training:
         )
         trainee = TorchTrainee(model, optimizer, lambda: (0, 0))
         team = RankTeam(engine_of(model).transport, self.seat)
-        Loop(trainee, recipe, settings, team, self.record).run()
+        Loop(trainee, data, settings, team, self.record).run()
 
 
 def run_pass(folder: Path, job: Job, choice: Pass, rank: int) -> None:
@@ -190,8 +190,8 @@ def run_pass(folder: Path, job: Job, choice: Pass, rank: int) -> None:
     results.mkdir(exist_ok=True)
     try:
         source = injection.source(training.seat.batch, job.num_batches)
-        recipe = _Batches(training, source, 0, injection)
-        training.run(model, optimizer, recipe, job.num_steps)
+        data = _Batches(training, source, 0, injection)
+        training.run(model, optimizer, data, job.num_steps)
         state = fs.full_state_dict(model)
         if rank == 0:
             apart = {name: value.clone() for name, value in state.items()}  # tied names share one
@@ -199,8 +199,8 @@ def run_pass(folder: Path, job: Job, choice: Pass, rank: int) -> None:
         fs.save(results / "checkpoint", model, optimizer)
         model, optimizer = training.build(Injection(), None)
         fs.load(results / "checkpoint", model, optimizer)
-        recipe = _Batches(training, training.seat.batch, job.num_steps, Injection())
-        training.run(model, optimizer, recipe, 1)
+        data = _Batches(training, training.seat.batch, job.num_steps, Injection())
+        training.run(model, optimizer, data, 1)
     except (DivergedError, CheckpointError, EngineError) as error:
         # On all ranks; missing results are wrong. The engine finds some injected faults itself.
         if job.fault is None and isinstance(error, EngineError):

@@ -314,12 +314,11 @@ def _with_saved_optimizer(state: State, source: _Saved) -> State:
     saved = source.checkpoint.state.get("optimizer") or {}
     kind, others = saved.get("class"), saved.get("others")
     leaves, words = states_of(state.plan, state.opt_state)
-    if not (kind == "AdamW" and is_adamw(words)) and (kind != "optax" or others is None):
+    if kind != "optax" and not (kind == "AdamW" and is_adamw(words)):
         raise CheckpointError(
             f"{source.where}: expected the states of this optimizer "
-            f"({', '.join(sorted(words.values())) or 'none'}); it has those of "
-            f"{kind or 'none'}{'' if others or kind != 'optax' else ', of an older version'}. Load "
-            "only the parameters: tx=None."
+            f"({', '.join(sorted(words.values())) or 'none'}); it has those of {kind or 'none'}. "
+            "Load only the parameters: tx=None."
         )
     found: list[Any] = []
     for leaf in leaves:

@@ -313,17 +313,17 @@ def test_a_sample_tells_a_teachers_weights_or_the_cache_that_is_learned_from(tmp
         file.write_bytes(b"0" * 9000)
     learned = {"model": {"name_or_path": "x"}, "teacher": str(teacher)}
     config, cached = RunConfig(**learned), RunConfig(**learned, distill={"cache": str(cache)})
-    before = sample_of_teacher(config, "config.json"), sample_of_teacher(cached)
+    before = sample_of_teacher(config), sample_of_teacher(cached)
     (teacher / "training_args.bin").write_bytes(b"1")  # no weights
     (teacher / "pytorch_model.bin").unlink()
-    assert (sample_of_teacher(config, "config.json"), sample_of_teacher(cached)) == before
+    assert (sample_of_teacher(config), sample_of_teacher(cached)) == before
     (teacher / "model.safetensors").write_bytes(b"0" * 8999 + b"1")
-    assert sample_of_teacher(config, "config.json") != before[0]
+    assert sample_of_teacher(config) != before[0]
     assert sample_of_teacher(cached) == before[1]
     (teacher / "model.safetensors").write_bytes(b"0" * 9000)
-    assert sample_of_teacher(config, "config.json") == before[0]
+    assert sample_of_teacher(config) == before[0]
     (teacher / "config.json").write_bytes(b"1")  # another forward of the same weights
-    assert sample_of_teacher(config, "config.json") != before[0]
+    assert sample_of_teacher(config) != before[0]
     (cache / "cache.json").write_bytes(b"1" * 9000)
     assert sample_of_teacher(cached) != before[1]
     assert sample_of_teacher(RunConfig(model={"name_or_path": "x"})) is None

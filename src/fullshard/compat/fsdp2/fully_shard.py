@@ -564,7 +564,7 @@ def _apply_settings(root: nn.Module, engine: Engine) -> None:
     if not any(extra.get("sync", True) for extra in all_of):
         engine.gradients.sync = Sync.NONE
     elif not any(extra.get("all_reduce", True) for extra in all_of):
-        engine.gradients.sync = engine.gradients.inner
+        engine.gradients.sync = engine.gradients.inner_sync
     else:
         engine.gradients.sync = Sync.ALL
     for module, wrapped in marked(root):

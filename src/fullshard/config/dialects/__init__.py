@@ -6,6 +6,7 @@
     deepspeed   DeepSpeed's JSON
     trainer     Hugging Face's TrainingArguments and TRL's script arguments
     axolotl     axolotl's YAML
+    mesh        sizes of the axes in the files of all tools, and torchtitan's
     translate   detects the tool of a file and translates it, with a note for every key
 
 Keys are translated, with their places, before files are merged and checked. Errors therefore name

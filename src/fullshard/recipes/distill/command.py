@@ -13,7 +13,7 @@ from fullshard.config.values import Backend, DistillLoss
 from fullshard.recipes.registry import Command, RecipeCommand
 from fullshard.recipes.sft.command import check as check_chats
 
-_UNCUT = "Give the student a configuration or a folder: only torch cuts it out of its teacher"
+_UNCUT = "Give the student its own configuration or folder, or use backend: torch"
 _NOT_ON_XLA = {
     "teacher_offload": ("Leave it out, or use backend: torch",),
     **dict.fromkeys(("experts", "layers"), (_UNCUT,)),
@@ -27,7 +27,7 @@ def _check(config: RunConfig, command: Command) -> Iterator[Problem]:
     if config.backend is Backend.JAX:
         if command is Command.CACHE:
             says = "'jax' under `fullshard distill cache` is not yet supported"
-            yield Problem("backend", "", says, "Use torch: backend: jax learns from what it leaves")
+            yield Problem("backend", "", says, "Use torch; runs with backend: jax read the cache")
         else:
             yield from unsupported(settings, _NOT_ON_XLA, "distill", "with backend: jax ")
     if config.teacher is None and not cached:
@@ -35,13 +35,13 @@ def _check(config: RunConfig, command: Command) -> Iterator[Problem]:
         yield Problem("teacher", "the model from which the student learns", "none", advice)
     cuts = (settings.experts, settings.layers) != (None, None)
     if cuts and (config.model != config.teacher or cached):
-        expected, advice = "a teacher, and no student: it is cut out of it", "Leave model out"
+        expected, advice = "a teacher and no student, which is cut out of it", "Leave model out"
         yield Problem("distill.experts", expected, "another model or a cache", advice)
     if cached and settings.teacher_offload is not None:
-        says, advice = show(settings.teacher_offload), "Leave it out, because no teacher runs"
+        says, advice = show(settings.teacher_offload), "Leave it out: no teacher runs"
         yield Problem("distill.teacher_offload", "no distill.cache together with it", says, advice)
     if cached and settings.loss is not DistillLoss.FORWARD_KL:
-        advice = "The others need logits that the cache does not contain"
+        advice = "Other losses need logits that the cache does not contain"
         yield Problem("distill.loss", "forward_kl with distill.cache", show(settings.loss), advice)
 
 

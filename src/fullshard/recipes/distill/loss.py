@@ -180,7 +180,7 @@ def check_facts(folder: Path, facts: DatasetFacts) -> None:
     if found.get(CHECKSUM) != arrays.checksum():
         raise DataError(
             f"distill.cache: expected the arrays that were written, got others in '{folder}' "
-            f"(checksum {found.get(CHECKSUM)}; older versions wrote none). Write the cache again."
+            f"(checksum {found.get(CHECKSUM)}). Write the cache again."
         )
 
 

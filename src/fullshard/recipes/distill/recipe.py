@@ -39,7 +39,7 @@ from fullshard.models.student import STUDENT, choose, counting, is_cut, write_st
 from fullshard.outlook.memory import TEACHER
 from fullshard.planner.memory import MemoryRow
 from fullshard.planner.plan import Plan
-from fullshard.recipes.base import RankTeam, Recipe, RecipeKind, RowBatches, Seat, inputs_of
+from fullshard.recipes.base import RankTeam, RecipeKind, RowBatches, Seat, inputs_of
 from fullshard.recipes.context import divide
 from fullshard.recipes.distill.loss import (
     NEW,
@@ -153,7 +153,7 @@ def teacher_sharding(
 
 @torch.no_grad()
 def cut_student(
-    config: RunConfig, teacher: nn.Module, data: Recipe, student: Path, seat: Seat
+    config: RunConfig, teacher: nn.Module, data: RowBatches, student: Path, seat: Seat
 ) -> None:
     """Measures the use of experts and writes the student's folder, unless it exists."""
     settings, engine = settings_of(config), engine_of(teacher)
