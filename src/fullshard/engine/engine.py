@@ -258,6 +258,12 @@ class Engine:
             return self._enter_part(module, args, kwargs)
         return self._pre_forward(index, module, args, kwargs)
 
+    def _adopt(self, copy: nn.Module) -> None:
+        """Make a shallow copy of the model its successor: the model was deleted."""
+        self._root = weakref.ref(copy)
+        self.index_of[id(copy)] = 0
+        object.__setattr__(copy, ATTRIBUTE, self)
+
     def _enter_part(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Handle a call of a module of the root unit; see [Note: parts of the root]."""
         if self.units[0].swapped:
@@ -284,10 +290,13 @@ class Engine:
         if is_outermost:
             if is_tracing():
                 raise EngineError(_TRACED)
+            if self._root() is None and index == 0 and not self.entered_part:
+                self._adopt(module)
             root = alive(self._root, "forward")
             changed = None if self.on_change is None else self.on_change(root)
             if changed is not None:
-                return changed.begin_call(module, args, kwargs)
+                unit = root.get_submodule(self.units[index].plan.name)  # not a shallow copy
+                return changed.begin_call(module if self.entered_part else unit, args, kwargs)
             if root.training and torch.is_grad_enabled():
                 self.norms.counts[Count.FORWARDS] += self.gradients.sync is Sync.ALL
             if not self.runtime.agreed:
