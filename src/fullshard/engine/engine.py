@@ -258,11 +258,13 @@ class Engine:
             return self._enter_part(module, args, kwargs)
         return self._pre_forward(index, module, args, kwargs)
 
-    def _adopt(self, copy: nn.Module) -> None:
-        """Make a shallow copy of the model its successor: the model was deleted."""
-        self._root = weakref.ref(copy)
-        self.index_of[id(copy)] = 0
-        object.__setattr__(copy, ATTRIBUTE, self)
+    def _root_in(self, index: int, module: nn.Module) -> nn.Module:
+        """The model; once it is deleted, the first shallow copy of it that runs."""
+        if self._root() is None and index == 0 and not self.entered_part:
+            self._root = weakref.ref(module)
+            self.index_of[id(module)] = 0
+            object.__setattr__(module, ATTRIBUTE, self)
+        return alive(self._root, "forward")
 
     def _enter_part(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Handle a call of a module of the root unit; see [Note: parts of the root]."""
@@ -290,9 +292,7 @@ class Engine:
         if is_outermost:
             if is_tracing():
                 raise EngineError(_TRACED)
-            if self._root() is None and index == 0 and not self.entered_part:
-                self._adopt(module)
-            root = alive(self._root, "forward")
+            root = self._root_in(index, module)
             changed = None if self.on_change is None else self.on_change(root)
             if changed is not None:
                 unit = root.get_submodule(self.units[index].plan.name)  # not a shallow copy
