@@ -254,8 +254,11 @@ def test_a_teachers_cache_of_other_tokens_is_refused_though_it_is_as_long(tmp_pa
     for odd in (float("nan"), 7e4):
         with pytest.raises(DivergedError, match="teacher: expected finite logits below 65,504"):
             TopK.load(tmp_path, "r+").put(0, padded.clone().fill_(odd), torch.clone, 3, 3)
-    write_facts(tmp_path, made[0])
+    write_facts(tmp_path, made[0], "a sample of A")
     check_facts(tmp_path, made[0])
+    check_facts(tmp_path, made[0], "a sample of A")
+    with pytest.raises(DataError, match="expected logits of the run's teacher, got another one's"):
+        check_facts(tmp_path, made[0], "a sample of B")
     with pytest.raises(DataError, match="expected logits of this run's data, with fingerprint"):
         check_facts(tmp_path, made[1])
     told = json.loads((tmp_path / "cache.json").read_text())
