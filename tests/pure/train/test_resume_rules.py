@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -266,9 +267,20 @@ def test_a_teachers_cache_of_other_tokens_is_refused_though_it_is_as_long(tmp_pa
     with pytest.raises(ConfigError, match=r"cache\.json: expected schema_version 1 or older"):
         check_facts(tmp_path, made[0])
     (tmp_path / "cache.json").write_text(json.dumps(told))
+    for name in ("values.npy", "ids.npy"):  # of the same bytes
+        np.save(tmp_path / name, np.load(tmp_path / name).reshape(-1, 4))
+    with pytest.raises(DataError, match="expected the arrays that were written, got others"):
+        check_facts(tmp_path, made[0])
+    for name in ("values.npy", "ids.npy"):
+        np.save(tmp_path / name, np.load(tmp_path / name).reshape(-1, 2))
     np.load(tmp_path / "values.npy", mmap_mode="r+")[1, 0] = 2.0
     with pytest.raises(DataError, match="expected the arrays that were written, got others"):
         check_facts(tmp_path, made[0])
+    (tmp_path / "ids.npy").unlink()
+    os.mkfifo(tmp_path / "ids.npy")
+    with pytest.raises(DataError, match=r"expected a cache of .*; got OSError: a pipe"):
+        check_facts(tmp_path, made[0])
+    (tmp_path / "ids.npy").unlink()
     (tmp_path / "ids.npy").write_bytes(b"x")
     with pytest.raises(DataError, match=r"expected a cache of `fullshard distill cache`; got"):
         check_facts(tmp_path, made[0])

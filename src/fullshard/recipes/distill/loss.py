@@ -50,6 +50,7 @@ from torch import nn
 
 from fullshard.checkpoint.files import write_text
 from fullshard.checkpoint.storage import remove_tree
+from fullshard.config.regular_files import open_regular
 from fullshard.config.schema import DistillConfig
 from fullshard.config.values import DistillLoss
 from fullshard.data.arrays import checksum_of
@@ -91,6 +92,8 @@ class TopK:
             )
         place = folder if mode == "r" else folder / NEW
         with _readable(folder):
+            for name in ARRAYS:
+                os.close(open_regular(place / name))  # a pipe would be waited for
             arrays = [np.load(place / name, mmap_mode=mode) for name in ARRAYS]
         return cls(*arrays, part=part)
 
@@ -190,7 +193,8 @@ def check_facts(folder: Path, facts: DatasetFacts, teacher: str | None = None) -
             f"distill.cache: expected logits of the run's teacher, got another one's in "
             f"'{folder}'. Write the cache again (fullshard distill cache), or leave teacher out."
         )
-    if found.get(CHECKSUM) != arrays.checksum():
+    fits = arrays.values.shape == arrays.ids.shape and len(arrays.ids) == arrays.bounds[-1]
+    if not fits or found.get(CHECKSUM) != arrays.checksum():
         raise DataError(
             f"distill.cache: expected the arrays that were written, got others in '{folder}' "
             f"(checksum {found.get(CHECKSUM)}; older versions wrote none). Write the cache again."
