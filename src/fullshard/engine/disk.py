@@ -255,11 +255,14 @@ class Disk:
         return None
 
     def gather(self, loads: Sequence[Future[None]], start: Callable[[], Fetch]) -> Gather:
-        """Returns a gather, which starts at the next call of this method or at its own `wait`."""
-        if self._waiting is not None:
-            self._waiting.start()
+        """Returns a gather, which starts at the next call of `begin` or at its own `wait`."""
         self._waiting = Gather(loads, start)
         return self._waiting
+
+    def begin(self) -> None:
+        """Start the last gather, which this rank may never wait for while a peer does."""
+        if self._waiting is not None:
+            self._waiting.start()
 
     def drain(self) -> None:
         """Wait until this thread may use the mappings."""
@@ -447,7 +450,7 @@ def _pieces_of(
     room = (num_bytes - 2 * PAGE * len(whole)) // per_element
     numel = max(1, room // grain) * grain
     is_cut = param.numel() > numel
-    for start in range(0, param.numel(), numel):
+    for start in range(0, max(1, param.numel()), numel):  # without elements here, it has a step
         stop = min(start + numel, param.numel())
         yield _Piece(param, grad, start, stop, whole, others if is_cut else None)
 

@@ -262,11 +262,17 @@ class Runtime:
             unit.check_writes()
         finally:
             self._run(self.scheduler.leave_forward(index, training=training, keeps=keeps))
+            self._begin_last_gather()
             if not training and not self.stack:
                 self._finish_reading(settled=False)
                 if index == 0 and not keeps:
                     self._compare_gathers()
         return output
+
+    def _begin_last_gather(self) -> None:
+        """At the end of a pass: this rank may have left out the unit, for which peers wait."""
+        if not self.stack and (disk := self.gradients.norms.disk) is not None:
+            disk.begin()
 
     def _compare_gathers(self) -> None:
         """Check that ranks evaluate the same units and weights. A collective of sharded models.
@@ -503,6 +509,7 @@ class Runtime:
 
     def _end_backward(self) -> None:
         reduce = self.gradients.expects_any
+        self._begin_last_gather()
         self._run(self.scheduler.end_backward())
         synced = self.gradients.synced is Sync.ALL
         if not synced:
