@@ -611,7 +611,8 @@ class Actions:
         self.recorder = recorder
         self.communication_s = 0.0
         self._units, self._poison, self._counts = units, poison, gradients.norms.counts
-        self._mesh = gradients.transport.axes.mesh
+        self._mesh, self._norms = gradients.transport.axes.mesh, gradients.norms
+        self._passes = False  # whether the last gather's pass has used no unit since
         self._titles = [*(f" {unit.plan.title}" for unit in units), ""]  # the last one for unit -1
         self.filling: dict[Any, Unit] = {}  # the unit whose gather was last issued into a slot
         self._of: dict[EventKind, Callable[[Event], None]] = {
@@ -620,8 +621,8 @@ class Actions:
             EventKind.FORWARD: self._use,
             EventKind.BACKWARD: self._use,
             EventKind.RELEASE: self._release,
-            EventKind.REDUCE: lambda event: gradients.reduce(units[event.unit]),
-            EventKind.ACCUMULATE: lambda event: gradients.accumulate(units[event.unit]),
+            EventKind.REDUCE: lambda event: self._sum(gradients.reduce, event),
+            EventKind.ACCUMULATE: lambda event: self._sum(gradients.accumulate, event),
             EventKind.DEFER: lambda event: gradients.move(units[event.unit]),
             EventKind.SETTLE: lambda _: gradients.settle(units),
         }
@@ -664,8 +665,13 @@ class Actions:
     def _name_of(self, event: Event) -> str:
         return f"fullshard {event.kind}{self._titles[event.unit]}"
 
+    def _sum(self, act: Callable[[Unit], None], event: Event) -> None:
+        if self._passes and self._norms.disk is not None:
+            self._norms.disk.begin()  # of a unit that this rank leaves out, and peers wait for
+        act(self._units[event.unit])
+
     def _gather(self, event: Event) -> None:
-        unit = self._units[event.unit]
+        unit, self._passes = self._units[event.unit], True
         for group in unit.groups:
             if group.plan.slot is not None:
                 key = (group.plan.slot.ring, group.plan.slot.index)
@@ -680,7 +686,7 @@ class Actions:
             self._counts[kind] = hash((self._counts[kind], event.unit)) & 0xFFFF_FFFF
 
     def _use(self, event: Event) -> None:
-        unit = self._units[event.unit]
+        unit, self._passes = self._units[event.unit], False
         unit.wait()
         if event.kind is EventKind.FORWARD or unit.plan.reads_weight_in_backward:
             unit.versions.mark(is_open=True)
