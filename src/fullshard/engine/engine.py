@@ -258,14 +258,6 @@ class Engine:
             return self._enter_part(module, args, kwargs)
         return self._pre_forward(index, module, args, kwargs)
 
-    def _root_in(self, index: int, module: nn.Module) -> nn.Module:
-        """The model; once it is deleted, the first shallow copy of it that runs."""
-        if self._root() is None and index == 0 and not self.entered_part:
-            self._root = weakref.ref(module)
-            self.index_of[id(module)] = 0
-            object.__setattr__(module, ATTRIBUTE, self)
-        return alive(self._root, "forward")
-
     def _enter_part(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Handle a call of a module of the root unit; see [Note: parts of the root]."""
         if self.units[0].swapped:
@@ -292,7 +284,7 @@ class Engine:
         if is_outermost:
             if is_tracing():
                 raise EngineError(_TRACED)
-            root = self._root_in(index, module)
+            root = _root_in(self, index, module)
             changed = None if self.on_change is None else self.on_change(root)
             if changed is not None:
                 unit = root.get_submodule(self.units[index].plan.name)  # not a shallow copy
@@ -562,6 +554,15 @@ def _is_root(engine: Engine, index: int, module: nn.Module) -> bool:
     if index == 0 and engine.entered_part not in (0, id(module)):
         close_interrupted(engine, engine.entered_part)
     return index == 0 and not engine.entered_part
+
+
+def _root_in(engine: Engine, index: int, module: nn.Module) -> nn.Module:
+    """The model; once it is deleted, the first shallow copy of it that runs."""
+    if engine._root() is None and index == 0 and not engine.entered_part:
+        engine._root = weakref.ref(module)
+        engine.index_of[id(module)] = 0
+        object.__setattr__(module, ATTRIBUTE, engine)
+    return alive(engine._root, "forward")
 
 
 def close_interrupted(engine: Engine, part: int = 0) -> None:

@@ -262,17 +262,12 @@ class Runtime:
             unit.check_writes()
         finally:
             self._run(self.scheduler.leave_forward(index, training=training, keeps=keeps))
-            self._begin_last_gather()
+            _begin_last_gather(self)
             if not training and not self.stack:
                 self._finish_reading(settled=False)
                 if index == 0 and not keeps:
                     self._compare_gathers()
         return output
-
-    def _begin_last_gather(self) -> None:
-        """At the end of a pass: this rank may have left out the unit, for which peers wait."""
-        if not self.stack and (disk := self.gradients.norms.disk) is not None:
-            disk.begin()
 
     def _compare_gathers(self) -> None:
         """Check that ranks evaluate the same units and weights. A collective of sharded models.
@@ -509,7 +504,7 @@ class Runtime:
 
     def _end_backward(self) -> None:
         reduce = self.gradients.expects_any
-        self._begin_last_gather()
+        _begin_last_gather(self)
         self._run(self.scheduler.end_backward())
         synced = self.gradients.synced is Sync.ALL
         if not synced:
@@ -567,6 +562,12 @@ class Runtime:
     def _run(self, events: Sequence[Event]) -> None:
         if events:
             self.actions.run(events, self.step)
+
+
+def _begin_last_gather(runtime: Runtime) -> None:
+    """At the end of a pass: this rank may have left out the unit, for which peers wait."""
+    if not runtime.stack and (disk := runtime.gradients.norms.disk) is not None:
+        disk.begin()
 
 
 def _enter_after_hooks(begin: Callable[[Any], None], use: Use) -> None:
