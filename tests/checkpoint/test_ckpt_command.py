@@ -178,6 +178,23 @@ def test_prune_keeps_the_newest_and_removes_what_crashes_left(fullshard, run_dir
     assert [p.name for p in folder.iterdir()] == ["step-00000003"]
 
 
+def test_what_a_killed_prune_left_is_listed_with_its_size_and_removed(
+    fullshard, run_dir, monkeypatch
+):
+    folder = run_dir / "checkpoints"
+    for _ in range(2):  # the second removes what the first left
+        with monkeypatch.context() as killed:
+            killed.setattr("fullshard.checkpoint.read.remove_tree", lambda _: None)
+            fullshard("ckpt", "prune", run_dir, "--keep", 1, code=0)
+        (left := folder / ".step-00000001.old-0" / "COMPLETE.json").unlink(missing_ok=True)
+        rows = fullshard("ckpt", "ls", folder, "--json", code=0).json["checkpoints"]
+        assert {row["path"] for row in rows} == {str(path) for path in folder.iterdir()}
+        assert rows[-1]["num_bytes"] == sum(file.stat().st_size for file in left.parent.iterdir())
+        assert "`fullshard ckpt prune`, removes it" in rows[-1]["why"]
+    fullshard("ckpt", "prune", run_dir, "--keep", 1, code=0)
+    assert [path.name for path in folder.iterdir()] == ["step-00000003"]
+
+
 def test_prune_never_removes_the_only_good_one(fullshard, run_dir, caplog):
     folder = run_dir / "checkpoints"
     for step in (2, 3):

@@ -682,4 +682,7 @@ def test_copies_and_pickles_are_refused_by_name_and_shallow_copies_run(wrap):
             pickle.dumps(model)
         with pytest.raises(FullshardError, match="deepcopy"):
             copy.deepcopy(model)
-        torch.testing.assert_close(copy.copy(model)(x), stack()(x))
+        for _ in range(2):
+            torch.testing.assert_close(copy.copy(model)(x), stack()(x))  # the copy is deleted
+            torch.testing.assert_close(model(x), stack()(x))
+            model = copy.copy(model)  # the original is deleted

@@ -148,7 +148,10 @@ OPTIMIZERS = {
 
 
 def large(folder, name, settings):
-    """Parameters after three steps; shards have several MiB and begin anywhere in a page."""
+    """Parameters and other states after three steps; shards begin anywhere in a page.
+
+    A rank without elements of a bias counts its steps, too: a rank that loads them may get some.
+    """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(33, 70_001), torch.nn.Linear(70_001, 35))
     offload = None if folder is None else {**dict.fromkeys(KINDS, "nvme"), "folder": folder}
@@ -163,7 +166,10 @@ def large(folder, name, settings):
             fs.clip_grad_norm_(model, 1e-3)
             optimizer.step()
             optimizer.zero_grad()
-    return [p.to_local().clone() for p in model.parameters()]
+    states = [state for of in optimizer.state.values() for state in of.values()]
+    others = [torch.as_tensor(state) for state in states if not hasattr(state, "record")]
+    assert others
+    return [*(p.to_local().clone() for p in model.parameters()), *others]
 
 
 def first_of(optimizer):

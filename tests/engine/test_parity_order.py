@@ -342,9 +342,13 @@ def test_an_order_traced_from_a_sample_is_run_from_the_first_step():
 @pytest.mark.short(1)
 @pytest.mark.parametrize("name", SKIPS)
 @on_ranks(2, timeout=40)
-def test_blocks_skipped_on_one_rank_are_gathered_from_the_host(name):
+def test_blocks_skipped_on_one_rank_are_gathered_from_host_and_disk(name, tmp_path):
     """A rank that skips a unit does not copy it, and must not keep its peers from going on."""
     work = partial(skipping, name=name, world_size=2)
-    for settings in prefetching("full_shard", FEW_DEPTHS):
-        offloaded = {**settings, "transport": "shared", "offload": "cpu"}
+    kinds = ("parameters", "gradients", "optimizer")
+    on_disk = {**dict.fromkeys(kinds, "nvme"), "folder": str(tmp_path)}
+    for settings, offload in itertools.product(
+        prefetching("full_shard", FEW_DEPTHS), ("cpu", on_disk)
+    ):
+        offloaded = {**settings, "transport": "shared", "offload": offload}
         assert_parity(chain, work, offloaded, kinds=("sgd",))

@@ -193,7 +193,14 @@ def test_nothing_is_touched_before_it_may_be(trial):
     assert not played.races
 
 
-def test_nvtx_shows_every_event_of_a_step():
+def test_nvtx_shows_every_event_of_a_step(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("its end"))
+    streams = transport.streams.of(torch.device("cuda", 0))
+    streams.begin_range("a unit")
+    streams.end_range()
+    assert calls == ["a unit", "its end"]
     played = Trial(FULL).run()
     step = played.ranges[len(played.ranges) // 2 :]
     assert step.count("fullshard forward blocks.3") == 1

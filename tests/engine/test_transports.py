@@ -16,7 +16,7 @@ from fullshard.config.values import TransportKind
 from fullshard.engine.engine import engine_of
 from fullshard.errors import EngineError
 from fullshard.planner.mesh import Mesh
-from fullshard.transport import _torch_compat
+from fullshard.transport import _torch_compat, c10d
 from fullshard.transport.base import Works
 from fullshard.transport.groups import _MADE, make_transport
 from support.grid import STRATEGIES, chequered
@@ -99,6 +99,23 @@ def test_bits_agree_with_bfloat16_on_the_wire():
         assert differing(direct, bits_of(case, settings | other)) == []
 
 
+@on_ranks(2)
+def test_the_backend_reduces_into_the_slot_that_it_reads():
+    scatter, seen = c10d.reduce_scatter_many, []
+
+    def noted(parts, fulls, group):
+        seen.extend(
+            part.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
+            for part, full in zip(parts, fulls, strict=True)
+        )
+        return scatter(parts, fulls, group)
+
+    with patch.object(c10d, "reduce_scatter_many", noted):
+        bits_of(float32_case("chain"), NATIVE)
+    assert seen
+    assert all(seen)
+
+
 def sums_of_many(most_rounded):
     """How bits of `auto` differ from `direct`, if this many ranks may be summed in bfloat16."""
     case, found = float32_case("chain"), []
@@ -112,6 +129,9 @@ def sums_of_many(most_rounded):
 
 
 def test_bfloat16_of_many_ranks_is_summed_float32_case(ranks):
+    auto = values.ReductionKind.AUTO
+    assert [auto.is_ordered(2, number) for number in (8, 9)] == [False, True]
+    assert not auto.is_ordered(4, 512)
     assert ranks(3)(sums_of_many, 2) == [[False, True]] * 3
     assert ranks(3)(sums_of_many, 3) == [[True, True]] * 3
 

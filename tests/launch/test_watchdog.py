@@ -79,6 +79,7 @@ HANGS = {  # (the fault, the transport): what is said; what the stack of rank 1 
     ("sleep", "shared"): (["rank 0 waits in beginning of a forward, step 3"], "in read_batch"),
     ("stop",): (["rank 1 is silent for"], "(none: the process is stopped"),
     ("lock",): (["rank 1 is silent for"], "in read_batch"),
+    ("exit",): (["to be alive, but rank 1 is gone: its process died"], ""),
     ("fewer",): (
         [
             "rank 1 waits in a collective of hang_job.py",

@@ -128,7 +128,8 @@ def test_report_shows_loss_baseline_plan_environment_and_sample(run):
 
 def test_what_was_planned_stands_beside_what_was_measured(run):
     record = json.loads((run / "run.json").read_text())
-    expected = {"expected_peak_bytes": 150 << 20, "expected_tokens_per_s": 1250.0}
+    expected = {"expected_peak_bytes": 200 << 20, "expected_tokens_per_s": 1250.0}
+    expected["library_bytes"] = 50 << 20  # which torch's allocator does not measure
     record["planned"] = expected | {"expected_step_time_s": 0.4, "expected_wait_s": 0.05}
     (run / "run.json").write_text(json.dumps(record))
     before = written(run)

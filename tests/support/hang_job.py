@@ -69,6 +69,10 @@ def read_batch(step: int, fault: str) -> torch.Tensor:
             ctypes.PyDLL(None).sleep(600)  # a C extension that keeps Python's lock
         if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "exit":
+            os._exit(0)
+    if fault == "exit" and step == FAULT_AT:
+        time.sleep(600)  # no collective that could fail
     if fault == "preempt" and step == FAULT_AT:
         time.sleep(0 if dist.get_rank() == FAULTY else 2)  # one rank ends before the other
         raise PreemptedError("run: expected to reach its end, was asked to stop.")

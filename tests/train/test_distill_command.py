@@ -106,6 +106,9 @@ def test_logits_that_were_kept_train_without_the_teacher(fullshard, files, monke
         done = fullshard("distill", config, *kept)
     said = "the weights and the config.json (or the distill.cache)"
     assert (done.exit_code, said in done.err) == (2, True), done.err
+    (cache / "cache.json").write_text(json.dumps(facts | {"teacher": "of another"}))
+    done = fullshard("distill", config, f"distill.cache={cache}", f"output_dir={files / 'no'}")
+    assert (done.exit_code, "expected logits of the run's teacher" in done.err) == (6, True)
     (cache / "cache.json").write_text(json.dumps(facts | {"num_train_tokens": 1}))
     done = fullshard("distill", config, f"distill.cache={cache}", f"output_dir={files / 'no'}")
     assert (done.exit_code, "expected logits of this run's data" in done.err) == (6, True), done.err

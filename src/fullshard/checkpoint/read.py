@@ -426,8 +426,10 @@ def remove(found: Sequence[Found]) -> list[Path]:
         CheckpointError: The file system refused.
     """
     for entry in found:
-        # Renamed first, so that no reader mistakes half a folder for a damaged checkpoint.
-        going = entry.path.with_name(f".{entry.path.name.lstrip('.')}.{OLD}-0")
+        # Renamed first, so that no reader mistakes half a folder for a damaged checkpoint; a
+        # leftover keeps its name, by which readers, `ckpt ls` and the next save know it.
+        name = entry.path.name
+        going = entry.path.with_name(name if name.startswith(".") else f".{name}.{OLD}-0")
         with untrusted(entry.path, "to remove a checkpoint", advice="The others are untouched."):
             if entry.path.is_symlink():
                 entry.path.unlink()

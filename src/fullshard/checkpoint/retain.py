@@ -52,6 +52,10 @@ ELSEWHERE = "checkpoints.txt"  # names another place, where there is one (traini
 
 LOOKS = 20  # at a folder whose names change meanwhile
 
+_INTERRUPTED = (
+    "a crash or a kill interrupted its save or removal; a later save there, or `fullshard ckpt "
+    "prune`, removes it"
+)
 _STEP = re.compile(r"step-(\d+)")
 _LEFT = re.compile(rf"\.(.+)\.({SAVING}|{OLD}|{NOTES})-[0-9a-f]+")
 _IN_STORE = re.compile(rf"{COMPLETE}|({FILES}|{NOTES})-[0-9a-f]{{12}}")
@@ -91,7 +95,12 @@ class Found:
 
     @property
     def num_bytes(self) -> int:
-        return sum(f.size for f in self.manifest.files.values()) if self.manifest else 0
+        """Bytes of its files, also if it is not complete; 0 if they cannot be listed."""
+        if self.manifest is not None:
+            return sum(f.size for f in self.manifest.files.values())
+        with suppress(OSError):
+            return sum(sizes_in(self.path).values())
+        return 0
 
 
 def look_at(path: Path) -> Found:
@@ -188,7 +197,7 @@ def _found_in(folder: Path, names: set[str]) -> list[Found]:
         # Complete, and its place is empty: a crash fell between two renames.
         is_taken = entry.manifest is None or (left is not None and left[1] in names)
         if is_left and is_taken and not entry.is_foreign:
-            entry = Found(path, entry.step, None, "a crash or a kill interrupted its save")
+            entry = Found(path, entry.step, None, _INTERRUPTED)
         found.append(entry)
     return found
 

@@ -119,7 +119,7 @@ def ls(folder: Folder) -> Outcome:
         [
             (
                 "" if entry.step is None else str(entry.step),
-                _bytes(entry.num_bytes) if entry.manifest else "",
+                _bytes(entry.num_bytes) if entry.num_bytes else "",
                 str(entry.path),
                 "complete"
                 if entry.manifest

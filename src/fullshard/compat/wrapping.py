@@ -86,6 +86,7 @@ class Wrapped:
         root_only: Whether to cast them only if no marked module contains it.
         alone: Whether it belongs to this rank only; its parameters are then ignored.
         extra: Further values of the interface.
+        module: Returns the marked module; shallow copies of it have the same record.
         around: Returns the next marked module that contains it.
         engine_ref: Returns its engine.
         check: Called with the root before an engine is created.
@@ -103,6 +104,7 @@ class Wrapped:
     root_only: bool = False
     alone: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
+    module: Callable[[], nn.Module | None] = lambda: None
     around: Callable[[], nn.Module | None] = lambda: None
     engine_ref: Callable[[], Engine | None] = lambda: None
     check: Callable[[nn.Module], None] = lambda _: None
@@ -160,9 +162,10 @@ def mark(module: nn.Module, wrapped: Wrapped) -> None:
     """Make a module a unit: record it, cut its parameters, hook its forward."""
     check_unsharded(module)
     setattr(module, MARK, wrapped)
+    wrapped.module = weakref.ref(module)
     for inner, record in marked(module):
         if inner is not module and record.around() is None:
-            record.around = weakref.ref(module)
+            record.around = lambda: wrapped.module()
     before = partial(call_outside_compile, _before_forward)
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     cut(module, wrapped)
@@ -281,6 +284,7 @@ def outermost(module: nn.Module) -> nn.Module:
     found = module
     while True:
         wrapped = wrapped_of(found)
+        found = (wrapped and wrapped.module()) or found  # not a shallow copy
         around = wrapped.around() if wrapped is not None else None
         if around is None or not any(inner is found for inner in around.modules()):
             return found
@@ -396,9 +400,12 @@ def _can_be_unit(root: nn.Module, name: str) -> bool:
 
 def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     wrapped = record_of(module)
+    if wrapped.module() is None:  # `module` is a copy that outlives it
+        wrapped.module = weakref.ref(module)
     if wrapped.engine_ref() is None:
         engine = build(outermost(module))
-        args, kwargs = engine.begin_call(module, args, kwargs) or (args, kwargs)
+        marked_one = wrapped.module() or module
+        args, kwargs = engine.begin_call(marked_one, args, kwargs) or (args, kwargs)
     dtype = wrapped.inputs
     if dtype is not None and not (wrapped.root_only and ATTRIBUTE not in vars(module)):
         return cast_tensors(args, dtype), cast_tensors(kwargs, dtype)

@@ -17,7 +17,7 @@ import itertools
 import os
 import struct
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -31,6 +31,7 @@ from fullshard.config.regular_files import open_regular
 from fullshard.data.order import Indices
 from fullshard.errors import DataError, untrusted
 
+SAMPLE_BYTES = 4096  # at each of some 64 places of a file
 MEGATRON = b"MMIDIDX\x00\x00"
 MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 LLM_C = {20240520: "uint16", 20240801: "uint32"}
@@ -95,6 +96,18 @@ def checksum_of(*arrays: npt.NDArray[Any]) -> str:
     for array in arrays:
         checksum.update(np.ascontiguousarray(array).data)
     return checksum.hexdigest()
+
+
+def sample_of(files: Iterable[Path]) -> str:
+    """Checksum of a sample of the bytes of files."""
+    found = xxhash.xxh3_128()
+    for file in sorted(files):
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            for start in range(0, size, max(SAMPLE_BYTES, size // 64)):
+                opened.seek(start)
+                found.update(opened.read(SAMPLE_BYTES))
+    return found.hexdigest()
 
 
 def _sample(array: npt.NDArray[np.integer]) -> str:

@@ -255,11 +255,14 @@ class Disk:
         return None
 
     def gather(self, loads: Sequence[Future[None]], start: Callable[[], Fetch]) -> Gather:
-        """Returns a gather, which starts at the next call of this method or at its own `wait`."""
-        if self._waiting is not None:
-            self._waiting.start()
+        """Returns a gather, which starts at the next call of `begin` or at its own `wait`."""
         self._waiting = Gather(loads, start)
         return self._waiting
+
+    def begin(self) -> None:
+        """Start the last gather, which this rank may never wait for while a peer does."""
+        if self._waiting is not None:
+            self._waiting.start()
 
     def drain(self) -> None:
         """Wait until this thread may use the mappings."""

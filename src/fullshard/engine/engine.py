@@ -289,10 +289,11 @@ class Engine:
         if is_outermost:
             if is_tracing():
                 raise EngineError(_TRACED)
-            root = alive(self._root, "forward")
+            root = _root_in(self, index, module)
             changed = None if self.on_change is None else self.on_change(root)
             if changed is not None:
-                return changed.begin_call(module, args, kwargs)
+                unit = root.get_submodule(self.units[index].plan.name)  # not a shallow copy
+                return changed.begin_call(module if self.entered_part else unit, args, kwargs)
             if root.training and torch.is_grad_enabled():
                 self.norms.counts[Count.FORWARDS] += self.gradients.sync is Sync.ALL
             if not self.runtime.agreed:
@@ -563,6 +564,15 @@ def _is_root(engine: Engine, index: int, module: nn.Module) -> bool:
     if index == 0 and engine.entered_part not in (0, id(module)):
         close_interrupted(engine, engine.entered_part)
     return index == 0 and not engine.entered_part
+
+
+def _root_in(engine: Engine, index: int, module: nn.Module) -> nn.Module:
+    """The model; once it is deleted, the first shallow copy of it that runs."""
+    if engine._root() is None and index == 0 and not engine.entered_part:
+        engine._root = weakref.ref(module)
+        engine.index_of[id(module)] = 0
+        object.__setattr__(module, ATTRIBUTE, engine)
+    return alive(engine._root, "forward")
 
 
 def close_interrupted(engine: Engine, part: int = 0) -> None:

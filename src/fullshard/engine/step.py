@@ -262,6 +262,7 @@ class Runtime:
             unit.check_writes()
         finally:
             self._run(self.scheduler.leave_forward(index, training=training, keeps=keeps))
+            _begin_last_gather(self)
             if not training and not self.stack:
                 self._finish_reading(settled=False)
                 if index == 0 and not keeps:
@@ -503,6 +504,7 @@ class Runtime:
 
     def _end_backward(self) -> None:
         reduce = self.gradients.expects_any
+        _begin_last_gather(self)
         self._run(self.scheduler.end_backward())
         synced = self.gradients.synced is Sync.ALL
         if not synced:
@@ -562,6 +564,12 @@ class Runtime:
             self.actions.run(events, self.step)
 
 
+def _begin_last_gather(runtime: Runtime) -> None:
+    """At the end of a pass: this rank may have left out the unit, for which peers wait."""
+    if not runtime.stack and (disk := runtime.gradients.norms.disk) is not None:
+        disk.begin()
+
+
 def _enter_after_hooks(begin: Callable[[Any], None], use: Use) -> None:
     """Enter a unit's backward once the hooks of the tensor whose gradient arrived have run.
 
@@ -604,7 +612,8 @@ class Actions:
         self.recorder = recorder
         self.communication_s = 0.0
         self._units, self._poison, self._counts = units, poison, gradients.norms.counts
-        self._mesh = gradients.transport.axes.mesh
+        self._mesh, self._norms = gradients.transport.axes.mesh, gradients.norms
+        self._passes = False  # whether the last gather's pass has used no unit since
         self._titles = [*(f" {unit.plan.title}" for unit in units), ""]  # the last one for unit -1
         self.filling: dict[Any, Unit] = {}  # the unit whose gather was last issued into a slot
         self._of: dict[EventKind, Callable[[Event], None]] = {
@@ -613,8 +622,8 @@ class Actions:
             EventKind.FORWARD: self._use,
             EventKind.BACKWARD: self._use,
             EventKind.RELEASE: self._release,
-            EventKind.REDUCE: lambda event: gradients.reduce(units[event.unit]),
-            EventKind.ACCUMULATE: lambda event: gradients.accumulate(units[event.unit]),
+            EventKind.REDUCE: lambda event: self._sum(gradients.reduce, event),
+            EventKind.ACCUMULATE: lambda event: self._sum(gradients.accumulate, event),
             EventKind.DEFER: lambda event: gradients.move(units[event.unit]),
             EventKind.SETTLE: lambda _: gradients.settle(units),
         }
@@ -657,8 +666,13 @@ class Actions:
     def _name_of(self, event: Event) -> str:
         return f"fullshard {event.kind}{self._titles[event.unit]}"
 
+    def _sum(self, act: Callable[[Unit], None], event: Event) -> None:
+        if self._passes and self._norms.disk is not None:
+            self._norms.disk.begin()  # of a unit that this rank leaves out, and peers wait for
+        act(self._units[event.unit])
+
     def _gather(self, event: Event) -> None:
-        unit = self._units[event.unit]
+        unit, self._passes = self._units[event.unit], True
         for group in unit.groups:
             if group.plan.slot is not None:
                 key = (group.plan.slot.ring, group.plan.slot.index)
@@ -673,7 +687,7 @@ class Actions:
             self._counts[kind] = hash((self._counts[kind], event.unit)) & 0xFFFF_FFFF
 
     def _use(self, event: Event) -> None:
-        unit = self._units[event.unit]
+        unit, self._passes = self._units[event.unit], False
         unit.wait()
         if event.kind is EventKind.FORWARD or unit.plan.reads_weight_in_backward:
             unit.versions.mark(is_open=True)

@@ -456,13 +456,15 @@ class Unit:
 
     def start_gather(self) -> None:
         """Copy this rank's part to the slot and start to fetch the other parts."""
+        disk = self.gathered[0].disk if self.gathered else None
+        if disk is not None:
+            disk.begin()  # before `claim`, where a peer that waits for it does not come
         for group in self.gathered:
             self.transport.claim(group.full)
         loads = [load for group in self.gathered if (load := group.load()) is not None]
         if self.gathered:
             fulls = [group.full for group in self.gathered]
             fetch = partial(self.transport.fetch, fulls, self._title)
-            disk = self.gathered[0].disk
             self.fetch = disk.gather(loads, fetch) if disk is not None and loads else fetch()
 
     def wait(self) -> None:

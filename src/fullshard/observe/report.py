@@ -102,11 +102,11 @@ class Run:
 
     @property
     def planned(self) -> Row:
-        """The forecast in the measured quantities: on a CPU, the memory of the process."""
+        """The forecast in the measured quantities: of a CPU's process, or of a GPU's tensors."""
         planned = dict(self.record.get("planned", {}))
         process = planned.get("process_bytes") if planned.get("measures_process") else 0
         if planned.get("expected_peak_bytes") is not None:
-            planned["expected_peak_bytes"] += process or 0
+            planned["expected_peak_bytes"] += (process or 0) - planned.get("library_bytes", 0)
         return planned
 
     @property

@@ -26,7 +26,6 @@ from os.path import lexists
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import xxhash
 from pydantic import TypeAdapter
 
 from fullshard import saving
@@ -40,6 +39,7 @@ from fullshard.config.files import File, flatten, is_below, parse_text
 from fullshard.config.load import Resolved, load_config
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import nearest
+from fullshard.data.arrays import sample_of
 from fullshard.data.dataset import tokenizer_texts
 from fullshard.errors import CheckpointError, ConfigError, PreemptedError, untrusted
 from fullshard.launch.run_lock import is_holder
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TEACHER = "teacher"  # key of run.json: the sample of its weights
-SAMPLE_BYTES, WEIGHTS = 4096, "*.safetensors"
+WEIGHTS = "*.safetensors"
 # Keys of a checkpoint's state.
 POSITION, SCALER, PATIENCE = "position", "scaler", "patience"
 # Keys of a model's configuration that change no forward.
@@ -301,14 +301,7 @@ def sample_of_teacher(config: RunConfig) -> str | None:
         place, kinds = teacher and teacher.name_or_path, (WEIGHTS, CONFIG)
     if place is None:
         return None
-    found = xxhash.xxh3_128()
-    for file in sorted(file for kind in kinds for file in Path(place).glob(kind)):
-        size = file.stat().st_size
-        with file.open("rb") as opened:
-            for start in range(0, size, max(SAMPLE_BYTES, size // 64)):
-                opened.seek(start)
-                found.update(opened.read(SAMPLE_BYTES))
-    return found.hexdigest()
+    return sample_of(file for kind in kinds for file in Path(place).glob(kind))
 
 
 def check_data(resume: Resume, position: Any, steps: StepPlan) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -254,8 +255,11 @@ def test_a_teachers_cache_of_other_tokens_is_refused_though_it_is_as_long(tmp_pa
     for odd in (float("nan"), 7e4):
         with pytest.raises(DivergedError, match="teacher: expected finite logits below 65,504"):
             TopK.load(tmp_path, "r+").put(0, padded.clone().fill_(odd), torch.clone, 3, 3)
-    write_facts(tmp_path, made[0])
+    write_facts(tmp_path, made[0], "a sample of A")
     check_facts(tmp_path, made[0])
+    check_facts(tmp_path, made[0], "a sample of A")
+    with pytest.raises(DataError, match="expected logits of the run's teacher, got another one's"):
+        check_facts(tmp_path, made[0], "a sample of B")
     with pytest.raises(DataError, match="expected logits of this run's data, with fingerprint"):
         check_facts(tmp_path, made[1])
     told = json.loads((tmp_path / "cache.json").read_text())
@@ -263,9 +267,20 @@ def test_a_teachers_cache_of_other_tokens_is_refused_though_it_is_as_long(tmp_pa
     with pytest.raises(ConfigError, match=r"cache\.json: expected schema_version 1 or older"):
         check_facts(tmp_path, made[0])
     (tmp_path / "cache.json").write_text(json.dumps(told))
+    for name in ("values.npy", "ids.npy"):  # of the same bytes
+        np.save(tmp_path / name, np.load(tmp_path / name).reshape(-1, 4))
+    with pytest.raises(DataError, match="expected the arrays that were written, got others"):
+        check_facts(tmp_path, made[0])
+    for name in ("values.npy", "ids.npy"):
+        np.save(tmp_path / name, np.load(tmp_path / name).reshape(-1, 2))
     np.load(tmp_path / "values.npy", mmap_mode="r+")[1, 0] = 2.0
     with pytest.raises(DataError, match="expected the arrays that were written, got others"):
         check_facts(tmp_path, made[0])
+    (tmp_path / "ids.npy").unlink()
+    os.mkfifo(tmp_path / "ids.npy")
+    with pytest.raises(DataError, match=r"expected a cache of .*; got OSError: a pipe"):
+        check_facts(tmp_path, made[0])
+    (tmp_path / "ids.npy").unlink()
     (tmp_path / "ids.npy").write_bytes(b"x")
     with pytest.raises(DataError, match=r"expected a cache of `fullshard distill cache`; got"):
         check_facts(tmp_path, made[0])

@@ -63,6 +63,7 @@ POLL_S = 0.5
 STACKS_S = 3.0  # for all ranks to publish their stacks
 REPORT_S = STACKS_S + 2.0  # from a verdict to the end of all ranks
 EXPLAIN_S = 3.0  # for the ranks to find a verdict, after an error in a collective
+LAUNCHER_S = 8.0  # by then our launcher has ended all ranks, unless one left by os._exit(0)
 STACKS_SIGNAL = signal.SIGUSR2  # SIGUSR1 is what schedulers send as a warning
 # Raised if the store is gone, or never existed.
 _STORE_GONE = (RuntimeError, AttributeError)
@@ -268,7 +269,8 @@ class Watchdog:
         if beat != position.beat:
             heard = now
         self._heard[position.rank] = position.beat, heard
-        local = position.host == self.sampler.last.host and not self._is_ours
+        is_sure = not self._is_ours or now - heard > min(LAUNCHER_S, self._timeout_s)
+        local = position.host == self.sampler.last.host and is_sure
         gone = local and not position.ended and not _lives(position.pid)
         return replace(position, silent_s=now - heard, gone=gone)
 

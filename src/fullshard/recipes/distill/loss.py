@@ -25,8 +25,9 @@ The k largest logits of every training token, for runs without the teacher:
     CACHE/values.npy   (num_tokens, k) float16     row after row of the training data
     CACHE/ids.npy      (num_tokens, k) int32
     CACHE/bounds.npy   (num_rows + 1,)             where each row begins
-    CACHE/cache.json   facts of the data, and a checksum: a run with other data or another tokenizer
-                       is refused, as are arrays that were not written to their end
+    CACHE/cache.json   facts of the data, a sample of the teacher and a checksum: a run with other
+                       data, tokenizer or teacher is refused, as are arrays that were not written to
+                       their end
     CACHE/.new/        the arrays while they are written; runs continue with the older ones
 """
 
@@ -49,6 +50,7 @@ from torch import nn
 
 from fullshard.checkpoint.files import write_text
 from fullshard.checkpoint.storage import remove_tree
+from fullshard.config.regular_files import open_regular
 from fullshard.config.schema import DistillConfig
 from fullshard.config.values import DistillLoss
 from fullshard.data.arrays import checksum_of
@@ -59,7 +61,7 @@ from fullshard.planner.text import SCHEMA_VERSION, check_version
 from fullshard.recipes.base import Batch, cross_entropy, placed
 from fullshard.recipes.head import ChunkLoss, Head, Tokens, next_token
 
-FACTS, CHECKSUM = "cache.json", "checksum"
+FACTS, CHECKSUM, TEACHER = "cache.json", "checksum", "teacher"
 ARRAYS, NEW = ("values.npy", "ids.npy", "bounds.npy"), ".new"
 TOP_VALUES, TOP_IDS = "teacher_values", "teacher_ids"  # keys of a batch with cached logits
 
@@ -90,6 +92,8 @@ class TopK:
             )
         place = folder if mode == "r" else folder / NEW
         with _readable(folder):
+            for name in ARRAYS:
+                os.close(open_regular(place / name))  # a pipe would be waited for
             arrays = [np.load(place / name, mmap_mode=mode) for name in ARRAYS]
         return cls(*arrays, part=part)
 
@@ -148,10 +152,16 @@ class TopK:
         self.ids.flush()
 
 
-def write_facts(folder: Path, facts: DatasetFacts) -> None:
-    """Puts the arrays in place, then the facts of the data; a cache with them is complete."""
+def write_facts(folder: Path, facts: DatasetFacts, teacher: str | None = None) -> None:
+    """Puts the arrays in place, then the facts of the data; a cache with them is complete.
+
+    Args:
+        folder: Folder of the cache.
+        facts: Facts of the data.
+        teacher: Sample of the teacher's files; None: its weights are random.
+    """
     checksum = TopK.load(folder, "r+").checksum()
-    told = {"schema_version": SCHEMA_VERSION, **_told(facts), CHECKSUM: checksum}
+    told = {"schema_version": SCHEMA_VERSION, **_told(facts), CHECKSUM: checksum, TEACHER: teacher}
     (folder / FACTS).unlink(missing_ok=True)  # those of an older cache here
     for name in ARRAYS:
         (folder / NEW / name).replace(folder / name)
@@ -159,12 +169,13 @@ def write_facts(folder: Path, facts: DatasetFacts) -> None:
     remove_tree(folder / NEW)
 
 
-def check_facts(folder: Path, facts: DatasetFacts) -> None:
-    """Raises DataError if a cache was made from other data than the run's, or is damaged.
+def check_facts(folder: Path, facts: DatasetFacts, teacher: str | None = None) -> None:
+    """Raises DataError if a cache was made from other data or by another teacher, or is damaged.
 
     Args:
         folder: Folder of the cache.
         facts: Facts of the run's data.
+        teacher: Sample of the files of the teacher that the run names; None if it names none.
     """
     arrays = TopK.load(folder)
     with _readable(folder):
@@ -177,7 +188,13 @@ def check_facts(folder: Path, facts: DatasetFacts) -> None:
                 f"{found.get(key)} in '{folder}'. Write the cache again (fullshard distill cache), "
                 "from the same data and seed."
             )
-    if found.get(CHECKSUM) != arrays.checksum():
+    if None not in (teacher, by := found.get(TEACHER)) and by != teacher:
+        raise DataError(
+            f"distill.cache: expected logits of the run's teacher, got another one's in "
+            f"'{folder}'. Write the cache again (fullshard distill cache), or leave teacher out."
+        )
+    fits = arrays.values.shape == arrays.ids.shape and len(arrays.ids) == arrays.bounds[-1]
+    if not fits or found.get(CHECKSUM) != arrays.checksum():
         raise DataError(
             f"distill.cache: expected the arrays that were written, got others in '{folder}' "
             f"(checksum {found.get(CHECKSUM)}). Write the cache again."

@@ -8,6 +8,7 @@ loss.py).
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ import fullshard as fs
 from fullshard.config.schema import DistillConfig, ModelConfig, RunConfig, ShardConfig
 from fullshard.config.sharding import Offload
 from fullshard.config.values import DistillLoss, DType, HomeKind
+from fullshard.data.arrays import sample_of
 from fullshard.data.chat import is_chat
 from fullshard.data.dataset import DatasetFacts
 from fullshard.data.order import evaluation_samples
@@ -221,8 +223,15 @@ def _write_logits(config: RunConfig, data: RowBatches, seat: Seat, folder: Path)
     kept.flush()
     team.exchange([0.0])
     if seat.is_first:
-        write_facts(folder, facts)
+        write_facts(folder, facts, _teacher_of(config))
         logger.info("the teacher's logits are in %s: distill.cache=%s", folder, folder)
+
+
+def _teacher_of(config: RunConfig) -> str | None:
+    """A sample of the teacher's files; None if none are named or there."""
+    place = Path((config.teacher and config.teacher.name_or_path) or os.devnull)
+    files = [*place.glob("*.safetensors"), *place.glob("config.json")]
+    return sample_of(files) if files else None
 
 
 def cache_folder(config: RunConfig) -> Path:
@@ -241,7 +250,7 @@ def _uses_chats(config: RunConfig) -> bool:
 def _check_data(config: RunConfig, facts: DatasetFacts) -> None:
     """Checks that cached logits belong to this data."""
     if cache := settings_of(config).cache:
-        check_facts(Path(cache), facts)
+        check_facts(Path(cache), facts, _teacher_of(config))
         kept = TopK.load(Path(cache)).values.shape[1]
         logger.info("the teacher's %d largest logits of each token come from %s", kept, cache)
 
