@@ -53,7 +53,7 @@ from fullshard.config.keys import (
 from fullshard.config.names import MOVES, Move
 from fullshard.config.problems import ConfigProblems, Problem, show
 from fullshard.config.schema import ModelConfig, RunConfig, ShardConfig
-from fullshard.config.supported import check_supported
+from fullshard.config.supported import check_supported, idle
 from fullshard.config.values import did_you_mean
 from fullshard.errors import FullshardError
 
@@ -268,6 +268,11 @@ def _load(
     dialects = tuple(layer.dialect or "fullshard" for layer in layers[:-1])
     job = name if files[-2].is_ours else ""
     values_from = _origins(config, index)
+    notes += [
+        Note(key, Status.NO_EFFECT, why, place)
+        for key, why in idle(config)
+        if (place := values_from[key].place)
+    ]
     if is_without_model:
         config = config.model_copy(update={"model": ModelConfig.model_construct()})
         values_from["model.name_or_path"] = Origin(OriginKind.MISSING)

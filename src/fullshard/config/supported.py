@@ -23,6 +23,7 @@ from fullshard.config.values import (
     GradSync,
     IntervalStrategy,
     LrSchedule,
+    Optimizer,
     Recompute,
     RecomputeKind,
     Strategy,
@@ -138,6 +139,63 @@ def _of_machine(config: RunConfig, launch: LaunchEnvironment | None) -> Iterator
             "--nnodes ... -m fullshard ...`"
         )
         yield Problem("launch.num_machines", "", got, advice)
+
+
+# ---- keys that have no effect beside others ------------------------------------------------------
+
+_CONSTANT, _BY_SIZE = LrSchedule.CONSTANT, WrapKind.SIZE
+# Keys, when they have no effect, and why.
+IDLE: tuple[tuple[str, Callable[[RunConfig], object], str], ...] = (
+    (
+        "training.adam_beta1 training.adam_beta2 training.adam_epsilon",
+        lambda c: c.training.optim in (Optimizer.SGD, Optimizer.ADAFACTOR),
+        "training.optim has no such setting",
+    ),
+    (
+        "training.warmup_steps training.warmup_ratio",
+        lambda c: c.training.lr_scheduler_type is _CONSTANT,
+        "constant has no warm-up",
+    ),
+    (
+        "training.save_steps",
+        lambda c: c.training.saves is not IntervalStrategy.STEPS,
+        "training.save_strategy decides",
+    ),
+    (
+        "training.save_total_limit training.checkpoint_dir",
+        lambda c: c.training.saves is IntervalStrategy.NO,
+        "training.save_strategy is no",
+    ),
+    (
+        "training.eval_steps",
+        lambda c: c.training.evaluates is not IntervalStrategy.STEPS,
+        "training.eval_strategy decides",
+    ),
+    ("training.num_train_epochs", lambda c: c.training.max_steps > 0, "training.max_steps decides"),
+    (
+        "training.project",
+        lambda c: not c.training.report_to,
+        "only trackers read it; set training.report_to",
+    ),
+    (
+        "training.logging_dir",
+        lambda c: "tensorboard" not in c.training.report_to,
+        "only TensorBoard's tracker reads it; set training.report_to",
+    ),
+    ("data.shuffle_buffer", lambda c: not c.data.streaming, "only data.streaming uses it"),
+    (
+        "data.vocab_size",
+        lambda c: c.data.tokenizer,
+        "data.tokenizer decides; it limits a tokenizer that is trained on the data",
+    ),
+    ("sharding.wrap_min_params", lambda c: c.sharding.wrap is not _BY_SIZE, "it needs wrap: size"),
+)
+
+
+def idle(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """The dotted key of each value that has no effect beside others, also of defaults, and why."""
+    for keys, is_idle, why in IDLE:
+        yield from ((key, why) for key in (keys.split() if is_idle(config) else ()))
 
 
 # ---- valid combinations that are known to cause trouble ------------------------------------------
