@@ -264,19 +264,14 @@ def _load(
         raise ConfigProblems(problems) from None
     if problems:
         raise ConfigProblems(problems)
-    notes = [_judge(note, index) for layer in layers for note in layer.notes]
     dialects = tuple(layer.dialect or "fullshard" for layer in layers[:-1])
     job = name if files[-2].is_ours else ""
     values_from = _origins(config, index)
-    notes += [
-        Note(key, Status.NO_EFFECT, why, place)
-        for key, why in idle(config)
-        if (place := values_from[key].place)
-    ]
     if is_without_model:
         config = config.model_copy(update={"model": ModelConfig.model_construct()})
         values_from["model.name_or_path"] = Origin(OriginKind.MISSING)
-    return Resolved(config, values_from, index, tuple(notes), dialects, job)
+    notes = (*(_judge(n, index) for one in layers for n in one.notes), *_idle(config, values_from))
+    return Resolved(config, values_from, index, notes, dialects, job)
 
 
 def _given(section: Any) -> bool:
@@ -469,6 +464,13 @@ def _judge(note: Note, index: Origins) -> Note:
         return note
     decides = next((f"{o.written} ({o.place})" for o in deciding if o.place), "another key")
     return dataclasses.replace(note, status=Status.NO_EFFECT, why=f"{decides} decides")
+
+
+def _idle(config: RunConfig, origins: Mapping[str, Origin]) -> Iterator[Note]:
+    """Notes of the keys that were set and have no effect beside others."""
+    for key, why in idle(config):
+        if place := origins[key].place:
+            yield Note(key, Status.NO_EFFECT, why, place)
 
 
 def _origins(config: RunConfig, index: Origins) -> dict[str, Origin]:
