@@ -123,6 +123,11 @@ def test_the_refusal_of_a_file_has_its_lines(load_file, snapshot):
             "sft.assistant_only_loss: applies to `fullshard sft` only; got true",
         ),
         ("distill", {}, "teacher: expected the model from which the student learns, got none."),
+        (
+            "distill",
+            {"distill": {"cache": "c", "teacher_dtype": "bf16"}},
+            "distill.teacher_dtype: expected no distill.cache together with it, got 'bfloat16'",
+        ),
     ],
 )
 def test_what_another_recipe_would_read_is_refused(configured, command, fields, said):

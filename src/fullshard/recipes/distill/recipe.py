@@ -244,6 +244,9 @@ def _check_data(config: RunConfig, facts: DatasetFacts) -> None:
         check_facts(Path(cache), facts)
         kept = TopK.load(Path(cache)).values.shape[1]
         logger.info("the teacher's %d largest logits of each token come from %s", kept, cache)
+        if config.teacher is not None:
+            told = "the weights of the teacher '%s' are not read, because distill.cache is set"
+            logger.info(told, config.teacher.name_or_path)
 
 
 def _build(
