@@ -153,13 +153,15 @@ def _read_table(table: Path) -> tuple[list[str], list[dict[str, str]]]:
         text = io.StringIO(read_regular(table).decode("utf-8-sig"), newline="")
         reader = csv.DictReader(text, restval="")
         columns = [name for name in reader.fieldnames or [] if name]
-        if len({*columns}) != len(columns):
+        is_table = {"gpu_model", "params_b", "model_name"} & {*columns}
+        if is_table and len({*columns}) != len(columns):
             raise ValueError("two columns with one name")
         read: list[dict[Any, Any]] = list(reader)
-        if wide := [place for place, row in enumerate(read, start=1) if any(row.get(None) or ())]:
+        wide = [place for place, row in enumerate(read, start=1) if any(row.get(None) or ())]
+        if is_table and wide:
             raise ValueError(f"more cells than columns in row {wide[0]}")
         rows = [{name: row[name] for name in columns} for row in read]
-    if not {"gpu_model", "params_b", "model_name"} & set(columns):
+    if not is_table:
         raise ConfigError(
             "--table: expected a header with columns such as model_name, params_b, gpu_model, "
             f"gpus, strategy; got {', '.join(columns[:6]) or 'none'}. See docs/planner.md."

@@ -270,7 +270,10 @@ def _load(
     if is_without_model:
         config = config.model_copy(update={"model": ModelConfig.model_construct()})
         values_from["model.name_or_path"] = Origin(OriginKind.MISSING)
-    notes = (*(_judge(n, index) for one in layers for n in one.notes), *_idle(config, values_from))
+    notes = (
+        *(_judge(n, index) for one in layers for n in one.notes),
+        *_idle(config, values_from, job),
+    )
     return Resolved(config, values_from, index, notes, dialects, job)
 
 
@@ -466,11 +469,12 @@ def _judge(note: Note, index: Origins) -> Note:
     return dataclasses.replace(note, status=Status.NO_EFFECT, why=f"{decides} decides")
 
 
-def _idle(config: RunConfig, origins: Mapping[str, Origin]) -> Iterator[Note]:
-    """Notes of the keys that were set and have no effect beside others."""
+def _idle(config: RunConfig, origins: Mapping[str, Origin], job: str) -> Iterator[Note]:
+    """Notes of the keys that were set, other than by a built-in job, and have no effect."""
     for key, why in idle(config):
-        if place := origins[key].place:
-            yield Note(key, Status.NO_EFFECT, why, place)
+        origin = origins[key]
+        if origin.place and origin.file != (job or None):
+            yield Note(key, Status.NO_EFFECT, why, origin.place)
 
 
 def _origins(config: RunConfig, index: Origins) -> dict[str, Origin]:
