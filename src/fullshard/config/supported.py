@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from fullshard.config.environment import LaunchEnvironment
 from fullshard.config.fields import Section
@@ -143,59 +144,39 @@ def _of_machine(config: RunConfig, launch: LaunchEnvironment | None) -> Iterator
 
 # ---- keys that have no effect beside others ------------------------------------------------------
 
-_CONSTANT, _BY_SIZE = LrSchedule.CONSTANT, WrapKind.SIZE
-# Keys, when they have no effect, and why.
-IDLE: tuple[tuple[str, Callable[[RunConfig], object], str], ...] = (
+_NO, _STEPS, _FLAT = IntervalStrategy.NO, IntervalStrategy.STEPS, LrSchedule.CONSTANT
+_WITHOUT_BETAS = (Optimizer.SGD, Optimizer.ADAFACTOR)
+# Section, keys that have no effect, the key that decides so, and when.
+IDLE: tuple[tuple[str, str, str, Callable[[Any], object]], ...] = (
     (
-        "training.adam_beta1 training.adam_beta2 training.adam_epsilon",
-        lambda c: c.training.optim in (Optimizer.SGD, Optimizer.ADAFACTOR),
-        "training.optim has no such setting",
+        "training",
+        "adam_beta1 adam_beta2 adam_epsilon",
+        "optim",
+        lambda t: t.optim in _WITHOUT_BETAS,
     ),
     (
-        "training.warmup_steps training.warmup_ratio",
-        lambda c: c.training.lr_scheduler_type is _CONSTANT,
-        "constant has no warm-up",
+        "training",
+        "warmup_steps warmup_ratio",
+        "lr_scheduler_type",
+        lambda t: t.lr_scheduler_type is _FLAT,
     ),
-    (
-        "training.save_steps",
-        lambda c: c.training.saves is not IntervalStrategy.STEPS,
-        "training.save_strategy decides",
-    ),
-    (
-        "training.save_total_limit training.checkpoint_dir",
-        lambda c: c.training.saves is IntervalStrategy.NO,
-        "training.save_strategy is no",
-    ),
-    (
-        "training.eval_steps",
-        lambda c: c.training.evaluates is not IntervalStrategy.STEPS,
-        "training.eval_strategy decides",
-    ),
-    ("training.num_train_epochs", lambda c: c.training.max_steps > 0, "training.max_steps decides"),
-    (
-        "training.project",
-        lambda c: not c.training.report_to,
-        "only trackers read it; set training.report_to",
-    ),
-    (
-        "training.logging_dir",
-        lambda c: "tensorboard" not in c.training.report_to,
-        "only TensorBoard's tracker reads it; set training.report_to",
-    ),
-    ("data.shuffle_buffer", lambda c: not c.data.streaming, "only data.streaming uses it"),
-    (
-        "data.vocab_size",
-        lambda c: c.data.tokenizer,
-        "data.tokenizer decides; it limits a tokenizer that is trained on the data",
-    ),
-    ("sharding.wrap_min_params", lambda c: c.sharding.wrap is not _BY_SIZE, "it needs wrap: size"),
+    ("training", "save_steps", "save_strategy", lambda t: t.saves is not _STEPS),
+    ("training", "save_total_limit checkpoint_dir", "save_strategy", lambda t: t.saves is _NO),
+    ("training", "eval_steps", "eval_strategy", lambda t: t.evaluates is not _STEPS),
+    ("training", "num_train_epochs", "max_steps", lambda t: t.max_steps > 0),
+    ("training", "project", "report_to", lambda t: not t.report_to),
+    ("training", "logging_dir", "report_to", lambda t: "tensorboard" not in t.report_to),
+    ("data", "shuffle_buffer", "streaming", lambda d: not d.streaming),
+    ("data", "vocab_size", "tokenizer", lambda d: d.tokenizer),
+    ("sharding", "wrap_min_params", "wrap", lambda s: s.wrap is not WrapKind.SIZE),
 )
 
 
 def idle(config: RunConfig) -> Iterator[tuple[str, str]]:
     """The dotted key of each value that has no effect beside others, also of defaults, and why."""
-    for keys, is_idle, why in IDLE:
-        yield from ((key, why) for key in (keys.split() if is_idle(config) else ()))
+    for section, keys, decider, is_idle in IDLE:
+        if is_idle(getattr(config, section)):
+            yield from ((f"{section}.{k}", f"{section}.{decider} decides") for k in keys.split())
 
 
 # ---- valid combinations that are known to cause trouble ------------------------------------------
