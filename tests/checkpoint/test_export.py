@@ -179,6 +179,8 @@ def test_what_cannot_be_exported_says_so_and_leaves_nothing(fullshard, written, 
     assert fullshard(*words, "--dtype", "int3").exit_code == 2
     for size in ("5 apples", "1.2.3GB", "9" * 400):
         assert fullshard(*words, "--max-shard-size", size).exit_code == 2
+    done = fullshard(*words, "--format", "dcp", "--max-shard-size", "5GB", code=2)
+    assert "--max-shard-size: expected --format hf, got dcp" in done.err
     assert fullshard("ckpt", "export", written / "llama", "x" * 5000).exit_code == 7
     assert fullshard(*words, "--dry-run").exit_code == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config", "full"]

@@ -331,6 +331,7 @@ def test_gpus_that_are_not_there_issue_the_plans_collectives_and_bf16_halves_gat
             "--topology: expected --exact, got none. Add --exact",
         ),
         (("backend=jax", "--out", "page.html"), "--out: expected backend: torch"),
+        (("backend=jax", "--calibration", "c.json"), "--calibration: expected backend: torch"),
         (
             ("backend=jax", "--exact", "--topology", "v5p:2x2x2"),
             "--topology: expected libtpu to compile for 'v5p:2x2x2'; it is not installed",

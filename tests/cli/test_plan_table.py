@@ -31,9 +31,25 @@ def test_a_table_is_predicted_row_by_row_and_a_bad_row_ends_nothing(tmp_path, pl
         (["--table", "nowhere.csv"], "--table: 'nowhere.csv': expected a CSV file"),
         (["--table", "README.md"], "--table: expected a header"),
         (["--table", "README.md", "--nodes", "2"], "every row of the table has its own"),
+        (["--table", "README.md", "--exact"], "every row of the table has its own"),
+        (["--table", "README.md", "--optimizer-bytes", "0"], "every row of the table has its own"),
     ],
 )
 def test_a_table_that_is_none_is_refused(plan, words, said):
     found, code = plan(*words)
+    assert code == 2
+    assert said in found["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model_name,gpus\nllama,8\nllama, 7b,8\n", "more cells than columns in row 2"),
+        ("model_name,gpus,gpus\nllama,8,4\n", "two columns with one name"),
+    ],
+)
+def test_a_table_whose_cells_have_no_column_of_their_own_is_refused(tmp_path, plan, text, said):
+    (tmp_path / "runs.csv").write_text(text)
+    found, code = plan("--table", str(tmp_path / "runs.csv"))
     assert code == 2
     assert said in found["error"]["message"]

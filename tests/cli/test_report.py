@@ -99,6 +99,19 @@ def test_port_that_is_taken_is_named(run):
     assert f"expected a free port, got {port}" in outcome.result["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--watch", "--out", "page.html"], "--out: expected no --watch"),
+        (["--port", "8000"], "--port: expected --watch"),
+    ],
+)
+def test_options_without_effect_on_a_page_are_refused(run, words, said):
+    outcome = invoke(["report", str(run), *words])
+    assert outcome.exit_code == 2
+    assert said in outcome.result["error"]["message"]
+
+
 def test_other_sites_and_paths_get_nothing(run):
     with page_server(lambda: "the page") as server:
         thread = threading.Thread(target=server.serve_forever)

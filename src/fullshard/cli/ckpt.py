@@ -246,7 +246,9 @@ def export(  # noqa: PLR0913  (one parameter an option)
     checkpoint: Any_,
     folder: Target,
     dtype: str | None = None,
-    max_shard_size: Annotated[str, typer.Option("--max-shard-size", "--max_shard_size")] = "5GB",
+    max_shard_size: Annotated[
+        str | None, typer.Option("--max-shard-size", "--max_shard_size")
+    ] = None,
     format_: Annotated[str, typer.Option("--format")] = "hf",
     config: ConfigFolder = None,
     dry_run: DryRunFlag = False,
@@ -257,7 +259,7 @@ def export(  # noqa: PLR0913  (one parameter an option)
         checkpoint: see `Any_`.
         folder: Folder to create.
         dtype: Dtype of floating-point tensors: bf16, fp16 or fp32. Default: unchanged.
-        max_shard_size: Maximum size of a weights file.
+        max_shard_size: Maximum size of a weights file, with --format hf. Default: 5GB.
         format_: hf: a Hugging Face folder; dcp: torch's distributed checkpoint.
         config: see `ConfigFolder`.
         dry_run: see `DryRunFlag`.

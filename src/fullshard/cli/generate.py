@@ -80,6 +80,11 @@ def _carry_out(request: Request, num_processes: int) -> Outcome:
     found: list[Sample] = []
     launched = read_launch_environment()
     if launched is not None:
+        if num_processes not in (1, launched.world_size):
+            raise ConfigError(
+                f"--num-processes: expected {launched.world_size}, the ranks of the launcher, got "
+                f"{num_processes}. Remove --num-processes."
+            )
         run_rank(lambda: found.extend(generation.be_a_rank(request)), rank_failed)
         if launched.rank != 0:
             return Outcome()

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -80,10 +80,11 @@ def plan(  # noqa: PLR0913  (one parameter an option)
             configured optimizer.
     """
     if table is not None:
-        if words or config or config_file or gpus or nodes or devices or calibration:
+        devices_of_one = (gpus, nodes, devices, calibration, topology)
+        if any((words, config, config_file, *devices_of_one, exact, optimizer_bytes is not None)):
             raise ConfigError(
-                "--table: expected no configuration and no devices, because every row of the table "
-                "has its own; got some. Remove them."
+                "--table: expected no configuration, devices or other options of a single plan, "
+                "because every row of the table has its own; got some. Remove them."
             )
         return _predict_table(table, out or Path("predictions.csv"))
     hardware, own = _hardware(gpus, devices)
@@ -92,7 +93,7 @@ def plan(  # noqa: PLR0913  (one parameter an option)
     resolved = load(words, config, config_file, accept_model=True)
     resolved.check_supported(planning=True)
     check_paths(resolved)
-    for_torch = {"--out": out, "--optimizer-bytes": optimizer_bytes}
+    for_torch = {"--out": out, "--optimizer-bytes": optimizer_bytes, "--calibration": calibration}
     for_xla = _is_for_xla(resolved.config, for_torch, exact=exact, topology=topology)
     try:
         world = _topology(resolved.config, hardware, nodes)
@@ -152,8 +153,15 @@ def _read_table(table: Path) -> tuple[list[str], list[dict[str, str]]]:
         text = io.StringIO(read_regular(table).decode("utf-8-sig"), newline="")
         reader = csv.DictReader(text, restval="")
         columns = [name for name in reader.fieldnames or [] if name]
-        rows = [{name: row[name] for name in columns} for row in reader]
-    if not {"gpu_model", "params_b", "model_name"} & set(columns):
+        is_table = {"gpu_model", "params_b", "model_name"} & {*columns}
+        if is_table and len({*columns}) != len(columns):
+            raise ValueError("two columns with one name")
+        read: list[dict[Any, Any]] = list(reader)
+        wide = [place for place, row in enumerate(read, start=1) if any(row.get(None) or ())]
+        if is_table and wide:
+            raise ValueError(f"more cells than columns in row {wide[0]}")
+        rows = [{name: row[name] for name in columns} for row in read]
+    if not is_table:
         raise ConfigError(
             "--table: expected a header with columns such as model_name, params_b, gpu_model, "
             f"gpus, strategy; got {', '.join(columns[:6]) or 'none'}. See docs/planner.md."

@@ -33,6 +33,10 @@ def report(
     """
     from fullshard.observe.report import read_record, write_report
 
+    if watch and out is not None:
+        raise ConfigError("--out: expected no --watch, which writes no page; got both. Remove one.")
+    if port and not watch:
+        raise ConfigError("--port: expected --watch, which serves the page; got none. Add --watch.")
     if watch:
         return _serve(run_dirs, port)
     check_out(out, is_page=True)

@@ -53,7 +53,7 @@ from fullshard.config.keys import (
 from fullshard.config.names import MOVES, Move
 from fullshard.config.problems import ConfigProblems, Problem, show
 from fullshard.config.schema import ModelConfig, RunConfig, ShardConfig
-from fullshard.config.supported import check_supported
+from fullshard.config.supported import check_supported, idle
 from fullshard.config.values import did_you_mean
 from fullshard.errors import FullshardError
 
@@ -264,14 +264,17 @@ def _load(
         raise ConfigProblems(problems) from None
     if problems:
         raise ConfigProblems(problems)
-    notes = [_judge(note, index) for layer in layers for note in layer.notes]
     dialects = tuple(layer.dialect or "fullshard" for layer in layers[:-1])
     job = name if files[-2].is_ours else ""
     values_from = _origins(config, index)
     if is_without_model:
         config = config.model_copy(update={"model": ModelConfig.model_construct()})
         values_from["model.name_or_path"] = Origin(OriginKind.MISSING)
-    return Resolved(config, values_from, index, tuple(notes), dialects, job)
+    notes = (
+        *(_judge(n, index) for one in layers for n in one.notes),
+        *_idle(config, values_from, job),
+    )
+    return Resolved(config, values_from, index, notes, dialects, job)
 
 
 def _given(section: Any) -> bool:
@@ -464,6 +467,14 @@ def _judge(note: Note, index: Origins) -> Note:
         return note
     decides = next((f"{o.written} ({o.place})" for o in deciding if o.place), "another key")
     return dataclasses.replace(note, status=Status.NO_EFFECT, why=f"{decides} decides")
+
+
+def _idle(config: RunConfig, origins: Mapping[str, Origin], job: str) -> Iterator[Note]:
+    """Notes of the keys that were set, other than by a built-in job, and have no effect."""
+    for key, why in idle(config):
+        origin = origins[key]
+        if origin.place and origin.file != (job or None):
+            yield Note(key, Status.NO_EFFECT, why, origin.place)
 
 
 def _origins(config: RunConfig, index: Origins) -> dict[str, Origin]:

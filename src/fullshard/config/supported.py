@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from fullshard.config.environment import LaunchEnvironment
 from fullshard.config.fields import Section
@@ -23,6 +24,7 @@ from fullshard.config.values import (
     GradSync,
     IntervalStrategy,
     LrSchedule,
+    Optimizer,
     Recompute,
     RecomputeKind,
     Strategy,
@@ -138,6 +140,43 @@ def _of_machine(config: RunConfig, launch: LaunchEnvironment | None) -> Iterator
             "--nnodes ... -m fullshard ...`"
         )
         yield Problem("launch.num_machines", "", got, advice)
+
+
+# ---- keys that have no effect beside others ------------------------------------------------------
+
+_NO, _STEPS, _FLAT = IntervalStrategy.NO, IntervalStrategy.STEPS, LrSchedule.CONSTANT
+_WITHOUT_BETAS = (Optimizer.SGD, Optimizer.ADAFACTOR)
+# Section, keys that have no effect, the key that decides so, and when.
+IDLE: tuple[tuple[str, str, str, Callable[[Any], object]], ...] = (
+    (
+        "training",
+        "adam_beta1 adam_beta2 adam_epsilon",
+        "optim",
+        lambda t: t.optim in _WITHOUT_BETAS,
+    ),
+    (
+        "training",
+        "warmup_steps warmup_ratio",
+        "lr_scheduler_type",
+        lambda t: t.lr_scheduler_type is _FLAT,
+    ),
+    ("training", "save_steps", "save_strategy", lambda t: t.saves is not _STEPS),
+    ("training", "save_total_limit checkpoint_dir", "save_strategy", lambda t: t.saves is _NO),
+    ("training", "eval_steps", "eval_strategy", lambda t: t.evaluates is not _STEPS),
+    ("training", "num_train_epochs", "max_steps", lambda t: t.max_steps > 0),
+    ("training", "project", "report_to", lambda t: not t.report_to),
+    ("training", "logging_dir", "report_to", lambda t: "tensorboard" not in t.report_to),
+    ("data", "shuffle_buffer", "streaming", lambda d: not d.streaming),
+    ("data", "vocab_size", "tokenizer", lambda d: d.tokenizer),
+    ("sharding", "wrap_min_params", "wrap", lambda s: s.wrap is not WrapKind.SIZE),
+)
+
+
+def idle(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """The dotted key of each value that has no effect beside others, also of defaults, and why."""
+    for section, keys, decider, is_idle in IDLE:
+        if is_idle(getattr(config, section)):
+            yield from ((f"{section}.{k}", f"{section}.{decider} decides") for k in keys.split())
 
 
 # ---- valid combinations that are known to cause trouble ------------------------------------------

@@ -56,6 +56,8 @@ _ROLES = {"human": "user", "gpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTAN
 _ROLES |= {"observation": "tool", "function_response": "tool", "ipython": "tool"}
 _PAIRS = (("instruction", "output"), ("question", "answer"), ("query", "response"))
 _PAIRS += (("prompt", "response"),)
+_PROMPTS = ("system", "input", "context", "history")  # columns that are parts of a prompt
+_WEIGHTS = ("weight", "train", "training")  # keys that exclude a message from training elsewhere
 SHORTEST, LONGEST = 20, 160  # characters of a built-in answer: one sentence
 SEED = 0
 _FORMS = "messages, conversations, prompt and completion, instruction and output, question, answer"
@@ -121,10 +123,19 @@ def _reader(value: Mapping[str, Any]) -> Any:
 
 def _turns(record: Record, column: str) -> Example:
     messages = _messages(record, column)
-    system = record.value.get("system")
-    if isinstance(system, str) and system and messages[0]["role"] != "system":
-        messages = ({"role": "system", "content": system}, *messages)
+    if messages[0]["role"] != "system":
+        messages = (*_system(record), *messages)
     return Example(messages, 0, False, record, _tools(record))
+
+
+def _system(record: Record) -> tuple[Message, ...]:
+    """The message of the column `system`, if it has text."""
+    told = _optional(record, "system")
+    return ({"role": "system", "content": told},) if told else ()
+
+
+def _optional(record: Record, column: str) -> str:
+    return "" if record.value.get(column) is None else text_of(record, column)
 
 
 def _messages(record: Record, column: str) -> tuple[Message, ...]:
@@ -146,6 +157,13 @@ def _messages(record: Record, column: str) -> tuple[Message, ...]:
         rest = {k: v for k, v in message.items() if k not in (role, content) and v is not None}
         name = message[role].lower()
         name = _ROLES.get(name, name)
+        off = [f"{key}: {rest[key]}" for key in _WEIGHTS if rest.get(key, 1) != 1]
+        if off and name == ASSISTANT:
+            raise DataError(
+                f"data.path: expected answers that are all trained, got {off[0][:80]} at {record}, "
+                f"{column}[{number}]. Use 'prompt' and 'completion', which are lists of messages: "
+                "only the completion is trained."
+            )
         said = message[content]
         if name != "tool" or said is None:  # a tool may return any value
             said = _said(said, record, column, number)
@@ -168,6 +186,7 @@ def _said(value: object, record: Record, column: str, number: int) -> str:
 
 
 def _prompt_completion(record: Record) -> Example:
+    _refuse_prompts(record, _PROMPTS)
     if all(isinstance(record.value[column], str) for column in ("prompt", "completion")):
         return replace(_exchange(record, "prompt", "completion"), is_plain=True)
     before, after = _messages(record, "prompt"), _messages(record, "completion")
@@ -189,11 +208,20 @@ def _tools(record: Record) -> list[Any] | None:
 
 
 def _exchange(record: Record, question: str, answer: str) -> Example:
-    asked, more = text_of(record, question), record.value.get("input")
-    if question == "instruction" and isinstance(more, str):
-        asked = "\n\n".join(filter(None, (asked, more)))
+    _refuse_prompts(record, ("context", "history"))
+    asked = "\n\n".join(filter(None, (text_of(record, question), _optional(record, "input"))))
+    before = (*_system(record), {"role": "user", "content": asked})
     said = {"role": ASSISTANT, "content": text_of(record, answer)}
-    return Example(({"role": "user", "content": asked}, said), 1, is_completion=True, place=record)
+    return Example((*before, said), len(before), is_completion=True, place=record)
+
+
+def _refuse_prompts(record: Record, columns: Sequence[str]) -> None:
+    """Raises DataError if a part of a prompt is in a column that the record's format lacks."""
+    if column := next((one for one in columns if record.value.get(one)), None):
+        raise DataError(
+            f"data.path: expected the whole prompt in one column, got a part in '{column}' at "
+            f"{record}. Write it as 'messages', or rename the column if it is not for the model."
+        )
 
 
 # ---- tokens --------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ from fullshard.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VERSION = 3  # changes when the same conversations give other tokens
+VERSION = 4  # changes when the same conversations give other tokens
 BEGINS, COUNTS, BITS = 1, 2, 2  # flags of a value, and how many there are
 ARRAYS = ("starts", "sizes", "rows", "lengths")
 

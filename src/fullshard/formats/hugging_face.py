@@ -320,16 +320,21 @@ class ExportSettings:
     format: Format = Format.HUGGING_FACE
 
     @classmethod
-    def of(cls, format_: str, dtype: str | None, max_shard_size: str) -> ExportSettings:
+    def of(cls, format_: str, dtype: str | None, max_shard_size: str | None) -> ExportSettings:
         """Parses the options of `ckpt export`.
 
         Raises:
-            ConfigError: An option is unknown.
+            ConfigError: An option is unknown, or has no effect.
         """
         known = None if dtype is None else torch_dtype(parse(DType, dtype, "--dtype"))
         if format_ not in list(Format):
             raise ConfigError(f"--format: expected {' or '.join(Format)}; got '{format_}'.")
-        return cls(known, parse_size(max_shard_size), format=Format(format_))
+        if format_ == Format.DCP and max_shard_size is not None:
+            raise ConfigError(
+                "--max-shard-size: expected --format hf, got dcp, which has one file per tensor. "
+                "Remove --max-shard-size."
+            )
+        return cls(known, parse_size(max_shard_size or "5GB"), format=Format(format_))
 
 
 def parse_size(text: str) -> int:

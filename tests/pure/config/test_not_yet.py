@@ -3,6 +3,7 @@
 import pytest
 
 from fullshard.config.environment import read_launch_environment
+from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig, ShardConfig
 from fullshard.config.supported import check_supported
 from fullshard.errors import ConfigError
@@ -122,6 +123,11 @@ def test_the_refusal_of_a_file_has_its_lines(load_file, snapshot):
             "sft.assistant_only_loss: applies to `fullshard sft` only; got true",
         ),
         ("distill", {}, "teacher: expected the model from which the student learns, got none."),
+        (
+            "distill",
+            {"distill": {"cache": "c", "teacher_dtype": "bf16"}},
+            "distill.teacher_dtype: expected no distill.cache together with it, got 'bfloat16'",
+        ),
     ],
 )
 def test_what_another_recipe_would_read_is_refused(configured, command, fields, said):
@@ -136,3 +142,27 @@ def test_a_recipe_takes_its_own_sections_and_what_happens_anyway(configured):
     check_command(RunConfig(model="x", sft={"packing": True}, lora={"r": 4}), Command.SFT)
     check_command(RunConfig(student="x", teacher="t", distill={"kd_ratio": 1}), Command.DISTILL)
     check_command(RunConfig(student="x", distill={"cache": "c"}), Command.DISTILL)
+
+
+@pytest.mark.parametrize(
+    ("given", "idle"),
+    [
+        ("training.optim=sgd training.adam_beta1=0.5", "training.adam_beta1"),
+        ("training.lr_scheduler_type=constant training.warmup_ratio=0.1", "training.warmup_ratio"),
+        ("training.save_strategy=epoch training.save_steps=7", "training.save_steps"),
+        ("training.save_strategy=no training.save_total_limit=2", "training.save_total_limit"),
+        ("training.eval_strategy=epoch training.eval_steps=7", "training.eval_steps"),
+        ("training.max_steps=5 training.num_train_epochs=3", "training.num_train_epochs"),
+        ("training.project=a", "training.project"),
+        ("training.report_to=wandb training.logging_dir=a", "training.logging_dir"),
+        ("data.shuffle_buffer=9", "data.shuffle_buffer"),
+        ("data.tokenizer=FOLDER data.vocab_size=9", "data.vocab_size"),
+        ("sharding.wrap_min_params=9", "sharding.wrap_min_params"),
+        ("training.optim=muon training.adam_beta1=0.5", ""),
+        ("sharding.wrap=size sharding.wrap_min_params=9", ""),
+    ],
+)
+def test_a_key_without_effect_beside_others_has_a_note(given, idle):
+    (note,) = load_config(None, ["model=MODEL", *given.split()]).notes or [None]
+    assert (note.key if note else "") == idle
+    assert not note or (note.status, note.place) == ("no_effect", "command line")

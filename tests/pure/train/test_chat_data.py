@@ -103,6 +103,10 @@ def test_ids_may_leave_out_numbers(tmp_path):
             {"instruction": "add", "input": "1, 2", "output": "3"},
             ["user: add\n\n1, 2", "assistant: 3"],
         ),
+        (
+            {"system": "s", "query": "add", "input": "1, 2", "response": "3", "history": []},
+            ["system: s", "user: add\n\n1, 2", "assistant: 3"],
+        ),
         ({"prompt": CHAT[:1], "completion": CHAT[1:2]}, ["user: two and two?", "assistant: four"]),
         ({"question": "q", "answer": "a"}, ["user: q", "assistant: a"]),
         (
@@ -149,6 +153,15 @@ def test_parquet_and_datasets_folders_are_read_as_jsonl_is(tmp_path):
         ('{"messages": [{"role": "user", "content": {"a": 1}}]}', "got \"{'a': 1}\""),
         ('{"messages": [{"role": "user", "content": [{"image": 1}]}]}', "or parts with 'text', in"),
         ('{"instruction": 3, "output": "a"}', "expected text in column 'instruction', got int at "),
+        ('{"instruction": "add", "input": [1], "output": "a"}', "column 'input', got list at "),
+        ('{"messages": [{"role": "user", "content": "a"}], "system": 1}', "'system', got int at "),
+        ('{"question": "q", "context": "c", "answer": "a"}', "got a part in 'context' at "),
+        ('{"query": "q", "history": [["a", "b"]], "response": "a"}', "got a part in 'history' at "),
+        ('{"prompt": "q", "system": "s", "completion": "a"}', "got a part in 'system' at "),
+        (
+            '{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}',
+            "expected answers that are all trained, got weight: 0 at ",
+        ),
     ],
 )
 def test_a_wrong_record_is_named_with_its_line(tmp_path, line, said):
