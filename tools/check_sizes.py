@@ -27,17 +27,17 @@ EXEMPT = ("src/fullshard/compat/",)
 # number when code goes, never raise one without a line in docs/log.md that says what it bought.
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
-    "bench": 1_799,
-    "config": 3_335,
-    "cli": 2_007,
-    "engine + transport": 8_785,
+    "bench": 1_796,
+    "config": 3_374,
+    "cli": 2_025,
+    "engine + transport": 8_820,
     "planner + outlook": 4_300,
-    "data + models + recipes + run + verify": 9_130,
-    "observe + launch": 3_401,
-    "compat + integrations": 2_824,
-    "xla + jax + xla_state": 2_883,
-    "checkpoint + formats": 2_912,
-    "in all": 42_447,
+    "data + models + recipes + run + verify": 9_224,
+    "observe + launch": 3_403,
+    "compat + integrations": 2_830,
+    "xla + jax + xla_state": 2_882,
+    "checkpoint + formats": 2_926,
+    "in all": 42_651,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
