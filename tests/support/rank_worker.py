@@ -169,6 +169,7 @@ def _leave_as_found(seat: Seat, store: Any, body: Body) -> None:
     import torch.distributed as dist
 
     gc.collect()
+    gc.freeze()  # nor shall later bodies look through the modules that this one imported
     # Who leaves a sharded model alive is told so, not whoever counts models next.
     hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
     assert not hooks, f"{body.qualname} left a sharded model alive"
@@ -218,5 +219,4 @@ def _import_by_file(body: Body) -> types.ModuleType:
     except BaseException:
         del sys.modules[body.module]
         raise
-    gc.freeze()  # what stays need not be looked through after every body
     return module
