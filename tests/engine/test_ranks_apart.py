@@ -333,7 +333,11 @@ def test_a_rank_that_updates_with_another_number_is_found(ranks, number):
 @pytest.mark.short(3)
 @pytest.mark.parametrize(
     ("how", "size", "settings"),
-    [*((how, 4, {}) for how in ("lost", "zeroed", "loaded")), ("lost", 2, {}), ("lost", 4, REPLICAS)],
+    [
+        *((how, 4, {}) for how in ("lost", "zeroed", "loaded")),
+        ("lost", 2, {}),
+        ("lost", 4, REPLICAS),
+    ],
     ids=str,
 )
 def test_a_rank_whose_states_changed_alone_is_found(ranks, how, size, settings):
