@@ -18,6 +18,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import fullshard
 import fullshard.run.on_torch
+import support.rank_worker
 
 __all__ = ["fullshard", "torch", "transformers"]
 SERVER = os.getpid()  # the process that imported this
