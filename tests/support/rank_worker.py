@@ -35,7 +35,7 @@ from typing import Any
 from _pytest.assertion.rewrite import PYC_TAIL, _read_pyc, get_cache_dir, rewrite_asserts
 from _pytest.config import parse_warning_filter
 
-from support.forked import leave_server
+from support.forked import leave_server, stay_on_one_core
 
 PR_SET_PDEATHSIG = 1
 COLLECTIVE_TIMEOUT = timedelta(minutes=20)  # far above a call's time-out, which names the stacks
@@ -74,7 +74,7 @@ def serve(seat: Seat, pipe: Connection, listener: socket.socket | None) -> None:
     _die_with_parent()
     os.environ.clear()
     os.environ.update(seat.environment)
-    _stay_on_one_core()
+    stay_on_one_core()
     with seat.dump_file.open("w") as dump:
         faulthandler.register(signal.SIGUSR1, file=dump, all_threads=True)
         store = _store(seat, listener)
@@ -98,17 +98,6 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() == 1:
         os._exit(1)
-
-
-def _stay_on_one_core() -> None:
-    """With a worker of pytest per core, the ranks of a worker, which wait for each other, share it.
-
-    Together with the policy of support/preload.py, that halves their processor time.
-    """
-    cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
-    if cores and int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")) >= len(cores):
-        worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
-        os.sched_setaffinity(0, {cores[worker % len(cores)]})
 
 
 def _store(seat: Seat, listener: socket.socket | None) -> Any:
