@@ -68,18 +68,6 @@ def leave_server() -> None:
         found._forkserver_alive_fd = None
 
 
-def stay_on_one_core() -> None:
-    """With a worker of pytest per core, the ranks of a worker, which wait for each other, share it.
-
-    Together with the policy of support/preload.py, that halves their processor time.
-    """
-    cores = os.sched_getaffinity(0) if sys.platform == "linux" else set()
-    if cores and int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")) >= len(cores):
-        worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
-        os.sched_setaffinity(0, {sorted(cores)[worker % len(cores)]})
-        os.sched_getaffinity = lambda _: cores  # as many processes prepare data as before
-
-
 class Popen(subprocess.Popen):
     """A process of this Python, forked."""
 
@@ -180,9 +168,7 @@ def _become(
     os.environ.update(env)
     os.chdir(cwd)
     tempfile.tempdir = None
-    if RANK_ENTRY in words:
-        stay_on_one_core()
-    else:
+    if RANK_ENTRY not in words:
         _serve()
     pipe.send(os.getpid())
     pipe.close()
