@@ -119,7 +119,7 @@ def test_cleared_states_begin_anew_as_in_one_process(ranks):
     ranks(2)(compare, partial(muon_and_adamw, clear_at=2))
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("world_size", "config"), MESHES, ids=str)
 def test_adafactor_is_as_in_one_process(ranks, world_size, config):
     script = partial(all_by, kind=optim.Adafactor, settings=ADAFACTOR, **config)

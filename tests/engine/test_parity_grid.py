@@ -34,7 +34,7 @@ WRAPS = (
 
 SHORT = {  # three ranks cut inside parameters; one rank moves nothing, whatever the model
     1: ("chain",),
-    2: ("chain", "tied llama"),
+    2: ("tied llama",),
     3: ("convolutional net",),
 }
 KINDS = {"shard_grad_op": ("sgd",), "no_shard": ("adamw",)}  # full_shard: both

@@ -107,7 +107,7 @@ def assert_bits(found, wanted, what):
             for name in NAMES
             for size in (1, 2, 3)
         ),
-        ("chain", 2, "fp16"),
+        pytest.param("chain", 2, "fp16", marks=pytest.mark.long),
     ],
 )
 @on_ranks("world_size", timeout=100)

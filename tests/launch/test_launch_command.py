@@ -233,7 +233,8 @@ def test_all_ranks_start_again_after_a_failure_as_often_as_is_allowed(launch, tm
     assert process.returncode == 1
 
 
-@pytest.mark.parametrize("module", ["no.such.module", "nosuch", "json"])
+@pytest.mark.short(2)
+@pytest.mark.parametrize("module", ["no.such.module", "json", "nosuch"])
 def test_a_module_that_cannot_run_is_one_error(module, capfd, tmp_path):
     logs = ["--log-dir", str(tmp_path)]
     assert run(["launch", "--nproc-per-node", "2", *logs, "-m", module]) == 2

@@ -31,13 +31,14 @@ def launch(tmp_path, monkeypatch):
         process.wait()
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("number", "code", "how"),
     [
-        # The interrupt of a terminal, below, reaches ranks that were started.
-        pytest.param(signal.SIGINT, 130, "started", marks=pytest.mark.long),
+        (signal.SIGQUIT, 75, "forked"),  # the interrupt of a terminal, below, is another's
+        (signal.SIGINT, 130, "started"),
         (signal.SIGINT, 130, "forked"),
-        pytest.param(signal.SIGTERM, 75, "started", marks=pytest.mark.long),
+        (signal.SIGTERM, 75, "started"),
         (signal.SIGQUIT, 75, "started"),
     ],
 )

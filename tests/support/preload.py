@@ -17,8 +17,9 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import fullshard
 import fullshard.run.on_torch
+import support.rank_worker
 
-__all__ = ["fullshard", "torch", "transformers"]
+__all__ = ["fullshard", "support", "torch", "transformers"]
 SERVER = os.getpid()  # the process that imported this
 fullshard.shard  # noqa: B018  the engine is imported at the first access
 get_checkpoint_conversion_mapping("llama")  # compiles 900 patterns, once a process

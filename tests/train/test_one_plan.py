@@ -93,7 +93,7 @@ def digest_of_the_engine(path, words):
     return engine_of(model).plan.trained_by(states_of(config.training)).digest()
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
 def test_a_plan_a_dry_run_and_the_run_are_one(ranks, path, place):
     command, words = words_of(path)

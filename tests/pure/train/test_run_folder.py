@@ -185,7 +185,8 @@ def test_a_run_whose_folder_went_away_says_so(tmp_path, there, after):
     writer.close()
 
 
-@pytest.mark.parametrize("older", ["none", "finished", "unfinished"])
+@pytest.mark.short(2)
+@pytest.mark.parametrize("older", ["none", "unfinished", "finished"])
 def test_of_two_starts_at_the_same_time_one_is_refused(tmp_path, older):
     place = tmp_path / "train"
     if older != "none":
