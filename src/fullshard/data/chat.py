@@ -56,8 +56,11 @@ _ROLES = {"human": "user", "gpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTAN
 _ROLES |= {"observation": "tool", "function_response": "tool", "ipython": "tool"}
 _PAIRS = (("instruction", "output"), ("question", "answer"), ("query", "response"))
 _PAIRS += (("prompt", "response"),)
-_PROMPTS = ("system", "input", "context", "history")  # columns that are parts of a prompt
-_WEIGHTS = ("weight", "train", "training")  # keys that exclude a message from training elsewhere
+_SYSTEM = ("system", "system_prompt")  # columns of the first message
+_WITH_INPUT = ("instruction", "query")  # columns that a column `input` continues
+_PARTS = ("context", "history")  # columns of other parts of a prompt, which no format here has
+# Keys by which other tools exclude a message, or a part of it, from training.
+_WEIGHTS = ("weight", "loss", "train", "training", "train_detail", "training_detail")
 SHORTEST, LONGEST = 20, 160  # characters of a built-in answer: one sentence
 SEED = 0
 _FORMS = "messages, conversations, prompt and completion, instruction and output, question, answer"
@@ -122,15 +125,21 @@ def _reader(value: Mapping[str, Any]) -> Any:
 
 
 def _turns(record: Record, column: str) -> Example:
-    messages = _messages(record, column)
+    messages, system = _messages(record, column), _system(record)
+    _check_weights(messages, record, column)
     if messages[0]["role"] != "system":
-        messages = (*_system(record), *messages)
+        messages = (*system, *messages)
+    elif system and system[0]["content"] != messages[0]["content"]:
+        raise DataError(
+            f"data.path: expected one system message at {record}, got another one in a column. "
+            "Keep one of them."
+        )
     return Example(messages, 0, False, record, _tools(record))
 
 
 def _system(record: Record) -> tuple[Message, ...]:
-    """The message of the column `system`, if it has text."""
-    told = _optional(record, "system")
+    """The message of a column of `_SYSTEM`, if one has text."""
+    told = next(filter(None, (_optional(record, column) for column in _SYSTEM)), "")
     return ({"role": "system", "content": told},) if told else ()
 
 
@@ -157,18 +166,23 @@ def _messages(record: Record, column: str) -> tuple[Message, ...]:
         rest = {k: v for k, v in message.items() if k not in (role, content) and v is not None}
         name = message[role].lower()
         name = _ROLES.get(name, name)
-        off = [f"{key}: {rest[key]}" for key in _WEIGHTS if rest.get(key, 1) != 1]
-        if off and name == ASSISTANT:
-            raise DataError(
-                f"data.path: expected answers that are all trained, got {off[0][:80]} at {record}, "
-                f"{column}[{number}]. Use 'prompt' and 'completion', which are lists of messages: "
-                "only the completion is trained."
-            )
         said = message[content]
         if name != "tool" or said is None:  # a tool may return any value
             said = _said(said, record, column, number)
         found.append({**rest, "role": name, "content": said})
     return tuple(found)
+
+
+def _check_weights(messages: Iterable[Message], record: Record, column: str) -> None:
+    """Raises DataError if an answer is not to be trained."""
+    for number, message in enumerate(messages):
+        off = [f"{key}: {message[key]}" for key in _WEIGHTS if message.get(key, 1) != 1]
+        if off and message["role"] == ASSISTANT:
+            raise DataError(
+                f"data.path: expected answers that are all trained, got {off[0][:80]} at {record}, "
+                f"{column}[{number}]. Use 'prompt' and 'completion', which are lists of messages: "
+                "only the completion is trained."
+            )
 
 
 def _said(value: object, record: Record, column: str, number: int) -> str:
@@ -186,10 +200,11 @@ def _said(value: object, record: Record, column: str, number: int) -> str:
 
 
 def _prompt_completion(record: Record) -> Example:
-    _refuse_prompts(record, _PROMPTS)
+    _refuse_parts(record, (*_SYSTEM, "input", *_PARTS))
     if all(isinstance(record.value[column], str) for column in ("prompt", "completion")):
         return replace(_exchange(record, "prompt", "completion"), is_plain=True)
     before, after = _messages(record, "prompt"), _messages(record, "completion")
+    _check_weights(after, record, "completion")
     return Example((*before, *after), len(before), True, record, _tools(record))
 
 
@@ -208,14 +223,14 @@ def _tools(record: Record) -> list[Any] | None:
 
 
 def _exchange(record: Record, question: str, answer: str) -> Example:
-    _refuse_prompts(record, ("context", "history"))
+    _refuse_parts(record, _PARTS if question in _WITH_INPUT else ("input", *_PARTS))
     asked = "\n\n".join(filter(None, (text_of(record, question), _optional(record, "input"))))
     before = (*_system(record), {"role": "user", "content": asked})
     said = {"role": ASSISTANT, "content": text_of(record, answer)}
     return Example((*before, said), len(before), is_completion=True, place=record)
 
 
-def _refuse_prompts(record: Record, columns: Sequence[str]) -> None:
+def _refuse_parts(record: Record, columns: Sequence[str]) -> None:
     """Raises DataError if a part of a prompt is in a column that the record's format lacks."""
     if column := next((one for one in columns if record.value.get(one)), None):
         raise DataError(

@@ -104,10 +104,16 @@ def test_ids_may_leave_out_numbers(tmp_path):
             ["user: add\n\n1, 2", "assistant: 3"],
         ),
         (
-            {"system": "s", "query": "add", "input": "1, 2", "response": "3", "history": []},
+            {"system_prompt": "s", "query": "add", "input": "1, 2", "response": "3", "history": []},
             ["system: s", "user: add\n\n1, 2", "assistant: 3"],
         ),
-        ({"prompt": CHAT[:1], "completion": CHAT[1:2]}, ["user: two and two?", "assistant: four"]),
+        (
+            {
+                "prompt": [{"role": "assistant", "content": "four", "weight": 0}],
+                "completion": [{"role": "assistant", "content": "five"}],
+            },
+            ["assistant: four", "assistant: five"],
+        ),
         ({"question": "q", "answer": "a"}, ["user: q", "assistant: a"]),
         (
             {
@@ -158,6 +164,12 @@ def test_parquet_and_datasets_folders_are_read_as_jsonl_is(tmp_path):
         ('{"question": "q", "context": "c", "answer": "a"}', "got a part in 'context' at "),
         ('{"query": "q", "history": [["a", "b"]], "response": "a"}', "got a part in 'history' at "),
         ('{"prompt": "q", "system": "s", "completion": "a"}', "got a part in 'system' at "),
+        ('{"question": "q", "input": "i", "answer": "a"}', "got a part in 'input' at "),
+        ('{"messages": [{"role": "system", "content": "a"}], "system": "b"}', "one system message"),
+        (
+            '{"messages": [{"role": "assistant", "content": "a", "loss": false}]}',
+            "expected answers that are all trained, got loss: False at ",
+        ),
         (
             '{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}',
             "expected answers that are all trained, got weight: 0 at ",

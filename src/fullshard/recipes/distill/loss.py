@@ -188,7 +188,8 @@ def check_facts(folder: Path, facts: DatasetFacts, teacher: str | None = None) -
                 f"{found.get(key)} in '{folder}'. Write the cache again (fullshard distill cache), "
                 "from the same data and seed."
             )
-    if None not in (teacher, by := found.get(TEACHER)) and by != teacher:
+    written_by = found.get(TEACHER)
+    if teacher and written_by and teacher != written_by:
         raise DataError(
             f"distill.cache: expected logits of the run's teacher, got another one's in "
             f"'{folder}'. Write the cache again (fullshard distill cache), or leave teacher out."
