@@ -457,8 +457,11 @@ def _unscale(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any])
 def _compare(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Compare two shards: a mask; for torch.testing a plain one of this rank's elements."""
     result = _elementwise(func, name, like, args, kwargs)
-    caller = sys._getframe(2).f_globals.get("__name__", "")  # frame 1 is __torch_function__
-    return result.to_local() if caller.startswith("torch.testing") else result
+    caller: Any = sys._getframe(2)  # frame 1 is __torch_function__
+    while caller.f_globals.get("__name__", "").startswith(("torch.utils.", "torch.overrides")):
+        caller = caller.f_back  # of a mode, such as torch.device's
+    is_test = caller.f_globals.get("__name__", "").startswith("torch.testing")
+    return result.to_local() if is_test else result
 
 
 def _make(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -106,7 +106,7 @@ class Run:
         planned = dict(self.record.get("planned", {}))
         process = planned.get("process_bytes") if planned.get("measures_process") else 0
         if planned.get("expected_peak_bytes") is not None:
-            planned["expected_peak_bytes"] += (process or 0) - planned.get("library_bytes", 0)
+            planned["expected_peak_bytes"] += (process or 0) - (planned.get("library_bytes") or 0)
         return planned
 
     @property
