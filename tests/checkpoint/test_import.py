@@ -232,7 +232,8 @@ def test_a_hugging_face_folder_goes_in_and_out_with_the_same_logits(
         for file in tmp_path.glob("theirs/model*"):
             file.unlink()
         torch.save(theirs.state_dict(), tmp_path / "theirs" / "pytorch_model.bin")
-    fullshard("ckpt", "import", tmp_path / "theirs", tmp_path / "ours", code=0)
+    done = fullshard("ckpt", "import", tmp_path / "theirs", tmp_path / "ours", code=0)
+    assert "left out" not in done.out
     assert fullshard("ckpt", "diff", tmp_path / "theirs", tmp_path / "ours").exit_code == 0
     ours = fs.shard(CASES[name].build().float())
     with torch.no_grad():
@@ -312,3 +313,20 @@ def test_of_a_trainers_checkpoint_the_step_is_read_and_the_rest_is_named(fullsha
     for odd in ("[]", '{"global_step": -1}'):
         (tmp_path / "trainer_state.json").write_text(odd)
         assert fullshard("ckpt", "import", tmp_path, tmp_path / "other").exit_code == 7
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"hidden_size": 64}, "in the files"), ({"num_hidden_layers": 5}, "is not in the files")],
+)
+def test_an_import_says_that_its_configuration_is_of_another_model(
+    fullshard, tmp_path, change, said
+):
+    CASES["llama"].build().save_pretrained(tmp_path / "theirs")
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**config, **change}))
+    words = ("ckpt", "import", tmp_path / "theirs", tmp_path / "ours", "--config")
+    done = fullshard(*words, tmp_path / "other", "--dry-run", code=0)
+    assert "left out: a model of config.json as it is: model." in done.out
+    assert said in done.out
