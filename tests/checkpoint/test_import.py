@@ -162,6 +162,16 @@ def test_a_missing_ranks_file_is_named(fullshard, written, tmp_path):
     assert "got those of 1 of 1, 0 of 2" in done.err
 
 
+def test_tensors_of_one_rank_only_are_not_dropped_silently(fullshard, tmp_path):
+    for rank, state in enumerate([{"w": torch.ones(2)}, {"w": torch.zeros(2)}]):
+        torch.save(state, tmp_path / f"model_world_size_2_rank_{rank}.pt")
+    done = fullshard("ckpt", "import", tmp_path, tmp_path / "ours", "--dry-run", code=0)
+    assert "left out: w of other ranks than 0, which differs" in done.out
+    torch.save({"w": torch.ones(2), "v": torch.ones(1)}, tmp_path / "model_world_size_2_rank_1.pt")
+    done = fullshard("ckpt", "import", tmp_path, tmp_path / "ours", code=7)
+    assert "expected the same names on all ranks; got v on some" in done.err
+
+
 def test_a_view_that_is_not_the_same_tensor_is_not_tied(fullshard, tmp_path):
     one = torch.arange(9.0).view(3, 3)
     torch.save({"a": one, "same": one, "turned": one.T}, tmp_path / "x")

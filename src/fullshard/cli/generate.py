@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from fullshard.run.generation import Request
 
 # Keys that a row may not have, because they would change nothing.
-_FOR_ALL = {"system", *"max_new_tokens temperature top_k top_p repetition_penalty seed".split()}
+_FOR_ALL = {"system", "seed", "temperature", "top_k", "top_p"}
+_FOR_ALL |= {"max_new_tokens", "repetition_penalty"}
 app = typer.Typer(help="Generate text with a trained model.")
 
 
