@@ -191,6 +191,12 @@ def test_of_deepspeeds_files_each_rank_has_one(fullshard, tmp_path):
     assert "expected one *_optim_states.pt per rank, from 0" in done.err
     file.rename(tmp_path / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
     assert fullshard("ckpt", "import", tmp_path, tmp_path / "ours").exit_code == 0
+    part["single_partition_of_fp32_groups"] = [torch.ones(4)]  # of a larger model
+    for rank in (0, 1):
+        file = tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": part}, file)
+    done = fullshard("ckpt", "import", tmp_path, tmp_path / "more", code=7)
+    assert "param_shapes: expected 4 elements in group 0, got 8" in done.err
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
