@@ -473,7 +473,7 @@ def _idle(config: RunConfig, origins: Mapping[str, Origin], job: str) -> Iterato
     """Notes of the keys that were set, other than by a built-in job, and have no effect."""
     for key, why in idle(config):
         origin = origins[key]
-        if origin.place and origin.file != (job or None):
+        if origin.place and (not job or origin.file != job):
             section, name = key.split(".")
             part: Section = getattr(config, section)
             is_asked = getattr(part, name) != part.__class__.model_fields[name].default

@@ -2,6 +2,7 @@
 
 import pytest
 
+from fullshard.cli.arguments import load
 from fullshard.config.environment import read_launch_environment
 from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig, ShardConfig
@@ -184,3 +185,12 @@ def test_a_key_without_effect_beside_others_has_a_note(given, idle):
     (note,) = load_config(None, ["model=MODEL", *given.split()]).notes or [None]
     assert (note.key if note else "") == idle
     assert not note or (note.status, note.place) == ("lost", "command line")
+
+
+def test_a_key_without_effect_beside_others_is_said_when_a_file_is_run(tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text("model: MODEL\ntraining: {optim: sgd}\n")
+    load(["training.adam_beta1=0.5"], tmp_path / "a.yaml")
+    said = "command line: training.adam_beta1: lost: training.optim decides\n"
+    assert capsys.readouterr().out == said
+    load(["training.adam_beta1=0.9"], tmp_path / "a.yaml")  # the default, as in a run's config.yaml
+    assert capsys.readouterr().out == ""
