@@ -166,11 +166,18 @@ def test_what_cannot_be_exported_says_so_and_leaves_nothing(fullshard, written, 
     (tmp_path / "full" / "file").touch()
     done = fullshard("ckpt", "export", written / "llama", tmp_path / "full", code=7)
     assert "expected a new or empty folder" in done.err
+    for words in (("export", written / "llama"), ("import", written / "llama")):
+        done = fullshard("ckpt", *words, tmp_path / "full", "--dry-run", code=7)
+        assert "expected a new or empty folder" in done.err
     other = whole("mixture of experts")
     other.save_pretrained(tmp_path / "config")
     words = ("ckpt", "export", written / "llama", tmp_path / "new")
     done = fullshard(*words, "--config", tmp_path / "config", code=7)
     assert "as the model of config.json has it" in done.err
+    done = fullshard(*words, "--config", tmp_path / "config", "--dry-run", code=7)
+    assert "as the model of config.json has it" in done.err
+    done = fullshard(*words, "--config", tmp_path / "config", "--format", "dcp", code=2)
+    assert "--config: expected --format hf, got dcp" in done.err
     state = load_file(tmp_path / "config" / "model.safetensors")
     del state["model.layers.0.mlp.experts.2.up_proj.weight"]
     save_file(state, tmp_path / "config" / "model.safetensors")

@@ -162,6 +162,16 @@ def test_a_missing_ranks_file_is_named(fullshard, written, tmp_path):
     assert "got those of 1 of 1, 0 of 2" in done.err
 
 
+def test_tensors_of_one_rank_only_are_not_dropped_silently(fullshard, tmp_path):
+    for rank, state in enumerate([{"w": torch.ones(2)}, {"w": torch.zeros(2)}]):
+        torch.save(state, tmp_path / f"model_world_size_2_rank_{rank}.pt")
+    done = fullshard("ckpt", "import", tmp_path, tmp_path / "ours", "--dry-run", code=0)
+    assert "left out: w of other ranks than 0, which differs" in done.out
+    torch.save({"w": torch.ones(2), "v": torch.ones(1)}, tmp_path / "model_world_size_2_rank_1.pt")
+    done = fullshard("ckpt", "import", tmp_path, tmp_path / "ours", code=7)
+    assert "expected the same names on all ranks; got v on some" in done.err
+
+
 def test_a_view_that_is_not_the_same_tensor_is_not_tied(fullshard, tmp_path):
     one = torch.arange(9.0).view(3, 3)
     torch.save({"a": one, "same": one, "turned": one.T}, tmp_path / "x")
@@ -181,6 +191,12 @@ def test_of_deepspeeds_files_each_rank_has_one(fullshard, tmp_path):
     assert "expected one *_optim_states.pt per rank, from 0" in done.err
     file.rename(tmp_path / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
     assert fullshard("ckpt", "import", tmp_path, tmp_path / "ours").exit_code == 0
+    part["single_partition_of_fp32_groups"] = [torch.ones(4)]  # of a larger model
+    for rank in (0, 1):
+        file = tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": part}, file)
+    done = fullshard("ckpt", "import", tmp_path, tmp_path / "more", code=7)
+    assert "param_shapes: expected 4 elements in group 0, got 8" in done.err
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
@@ -232,7 +248,8 @@ def test_a_hugging_face_folder_goes_in_and_out_with_the_same_logits(
         for file in tmp_path.glob("theirs/model*"):
             file.unlink()
         torch.save(theirs.state_dict(), tmp_path / "theirs" / "pytorch_model.bin")
-    fullshard("ckpt", "import", tmp_path / "theirs", tmp_path / "ours", code=0)
+    done = fullshard("ckpt", "import", tmp_path / "theirs", tmp_path / "ours", code=0)
+    assert "left out" not in done.out
     assert fullshard("ckpt", "diff", tmp_path / "theirs", tmp_path / "ours").exit_code == 0
     ours = fs.shard(CASES[name].build().float())
     with torch.no_grad():
@@ -312,3 +329,20 @@ def test_of_a_trainers_checkpoint_the_step_is_read_and_the_rest_is_named(fullsha
     for odd in ("[]", '{"global_step": -1}'):
         (tmp_path / "trainer_state.json").write_text(odd)
         assert fullshard("ckpt", "import", tmp_path, tmp_path / "other").exit_code == 7
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"hidden_size": 64}, "in the files"), ({"num_hidden_layers": 5}, "is not in the files")],
+)
+def test_an_import_says_that_its_configuration_is_of_another_model(
+    fullshard, tmp_path, change, said
+):
+    CASES["llama"].build().save_pretrained(tmp_path / "theirs")
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**config, **change}))
+    words = ("ckpt", "import", tmp_path / "theirs", tmp_path / "ours", "--config")
+    done = fullshard(*words, tmp_path / "other", "--dry-run", code=0)
+    assert "left out: a model of config.json as it is: model." in done.out
+    assert said in done.out

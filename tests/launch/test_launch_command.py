@@ -211,7 +211,9 @@ def test_flags_replace_what_the_file_says_of_machines(words, said, tmp_path, cap
     text = ACCELERATE.replace("num_processes: 2", "num_processes: 16")
     file.write_text(text.format(port=29500, node=1))
     assert run(["launch", "--config_file", str(file), *words, "--dry-run", "-m", "x"]) == 0
-    assert f"as {said}" in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert f"as {said}" in out
+    assert ("--master-port: no effect on one machine" in out) == ("--nnodes" in words)
 
 
 def test_a_file_of_two_machines_without_an_address_is_refused(tmp_path, capfd):

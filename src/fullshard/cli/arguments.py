@@ -87,9 +87,11 @@ def load(
     overrides = overrides_from_args(rest)
     model = _model_override(path) if accept_model and path is not None else None
     if model is not None:
-        return load_config(config_file, [model, *overrides])
-    given = [one for one in (config_file, path) if one is not None]
-    files: list[Path | File] = [*given] if given or default is None else [default]
+        files: list[Path | File] = [config_file] if config_file is not None else []
+        overrides = [model, *overrides]
+    else:
+        files = [one for one in (config_file, path) if one is not None]
+        files = files or ([] if default is None else [default])
     resolved = load_config(files or None, overrides, needs_model=not explaining)
     if not explaining:
         _say_lost(resolved)

@@ -267,12 +267,14 @@ def export(  # noqa: PLR0913  (one parameter an option)
     from fullshard.formats.detect import opened
     from fullshard.formats.hugging_face import ExportSettings, export_folder
 
-    settings = ExportSettings.of(format_, dtype, max_shard_size)
+    settings = ExportSettings.of(format_, dtype, max_shard_size, config)
     with opened(checkpoint, config) as source:
         show(f"{source.what}: {len(source.tensors)} tensors, {_bytes(source.num_bytes)}")
         facts = {"source": source.what, "folder": folder, "num_tensors": len(source.tensors)}
         if dry_run:
-            return Outcome({**facts, "left_out": list(source.left_out)})
+            return Outcome(
+                {**facts, "left_out": export_folder(source, folder, settings, dry_run=True)}
+            )
         with _progress("export", source.num_bytes) as advance:
             notes = export_folder(source, folder, replace(settings, on_bytes=advance))
     for note in notes:
@@ -300,7 +302,9 @@ def import_(
     from fullshard.formats.detect import opened
     from fullshard.formats.hugging_face import with_model_names
     from fullshard.formats.ours import write_checkpoint
+    from fullshard.formats.source import check_empty
 
+    check_empty(folder, "import")
     with opened(source, config) as files:
         found = with_model_names(files)
         kind = None if found.optimizer is None else found.optimizer.kind

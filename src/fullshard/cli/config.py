@@ -58,7 +58,9 @@ def lint(
     ]
     for one in found:
         print(": ".join(part for part in (one["place"], one["key"], one["why"]) if part))
-    lost = [str(note) for note in resolved.notes if note.status is Status.LOST]
+    told = {one["key"] for one in found}
+    notes = (note for note in resolved.notes if note.key not in told)
+    lost = [str(note) for note in notes if note.status is Status.LOST]
     for one in lost or ([] if found or refused else ["nothing found"]):
         print(one)
     result = {"refused": refused, "findings": found, "lost": lost}

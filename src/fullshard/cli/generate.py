@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from fullshard.models.generate import Sample
     from fullshard.run.generation import Request
 
+# Keys that a row may not have, because they would change nothing.
+_FOR_ALL = {"system", "seed", "temperature", "top_k", "top_p"}
+_FOR_ALL |= {"max_new_tokens", "repetition_penalty"}
 app = typer.Typer(help="Generate text with a trained model.")
 
 
@@ -120,6 +123,8 @@ def _read_prompts(file: Path) -> list[str]:
             rows: list[Any] = [json.loads(line) for line in lines]
             lines = [row["prompt"] for row in rows]
             "".join(lines)  # raises if a prompt is not text
+            if ignored := {key for row in rows for key in row} & _FOR_ALL:
+                raise ValueError(f"{', '.join(sorted(ignored))} in a row; options set it for all")
     if not lines:
         raise ConfigError(f"--prompts: expected {expected}, got '{file}', which has no prompts.")
     return lines

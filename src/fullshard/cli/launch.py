@@ -209,6 +209,8 @@ def _check_address(place: LaunchConfig) -> None:
             "one or none. Give the address of machine 0 and a free port on it, the same on every "
             "machine (in a file: main_process_ip, main_process_port)."
         )
+    if place.num_machines == 1 and (place.main_process_ip or place.main_process_port):
+        print("--master-addr, --master-port: no effect on one machine, whose ranks use a free port")
 
 
 def _ranks_here(text: str) -> int | None:

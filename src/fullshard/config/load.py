@@ -24,7 +24,7 @@ from fullshard.config.dialects.translate import (
 )
 from fullshard.config.environment import LaunchEnvironment
 from fullshard.config.explain import write_yaml
-from fullshard.config.fields import Rejected, to_flag
+from fullshard.config.fields import Rejected, Section, to_flag
 from fullshard.config.files import (
     DEFAULT,
     File,
@@ -473,8 +473,11 @@ def _idle(config: RunConfig, origins: Mapping[str, Origin], job: str) -> Iterato
     """Notes of the keys that were set, other than by a built-in job, and have no effect."""
     for key, why in idle(config):
         origin = origins[key]
-        if origin.place and origin.file != (job or None):
-            yield Note(key, Status.NO_EFFECT, why, origin.place)
+        if origin.place and (not job or origin.file != job):
+            section, name = key.split(".")
+            part: Section = getattr(config, section)
+            is_asked = getattr(part, name) != part.__class__.model_fields[name].default
+            yield Note(key, Status.LOST if is_asked else Status.NO_EFFECT, why, origin.place)
 
 
 def _origins(config: RunConfig, index: Origins) -> dict[str, Origin]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from fullshard.config.environment import LaunchEnvironment
 from fullshard.config.fields import Section
@@ -17,9 +16,11 @@ from fullshard.config.problems import ConfigProblems, Problem, join_key, show
 from fullshard.config.regular_files import packaged_table
 from fullshard.config.schema import RunConfig, ShardConfig
 from fullshard.config.sharding import Offload
+from fullshard.config.training import TrainingConfig
 from fullshard.config.values import (
     BY_OWNER,
     Backend,
+    DistillLoss,
     DType,
     GradSync,
     IntervalStrategy,
@@ -146,37 +147,135 @@ def _of_machine(config: RunConfig, launch: LaunchEnvironment | None) -> Iterator
 
 _NO, _STEPS, _FLAT = IntervalStrategy.NO, IntervalStrategy.STEPS, LrSchedule.CONSTANT
 _WITHOUT_BETAS = (Optimizer.SGD, Optimizer.ADAFACTOR)
+_WHOLE_IN_BACKWARD = (Strategy.NO_SHARD, Strategy.SHARD_GRAD_OP, Strategy.HYBRID_SHARD_ZERO2)
+_WIDE = (None, DType.FLOAT32, DType.FLOAT64)
+_OF_UNITS = "wrap wrap_min_params forward_prefetch backward_prefetch poison reduction"
+
+
+def _takes_one_micro_batch(training: TrainingConfig) -> bool:
+    is_derived = training.train_batch_size is not None or training.leaves_micro_batch
+    return training.gradient_accumulation_steps == 1 and not is_derived
+
+
+def _gathers_alike(config: RunConfig) -> bool:
+    other = config.distill and config.distill.teacher_strategy
+    return not (config.sharding.strategies or config.sharding.offload or other)
+
+
 # Section, keys that have no effect, the key that decides so, and when.
-IDLE: tuple[tuple[str, str, str, Callable[[Any], object]], ...] = (
+IDLE: tuple[tuple[str, str, str, Callable[[RunConfig], object]], ...] = (
+    ("sharding", _OF_UNITS, "backend", lambda c: c.backend is Backend.JAX),
+    (
+        "sharding",
+        "forward_prefetch",
+        "sharding.strategy",
+        lambda c: c.sharding.strategy is Strategy.NO_SHARD and _gathers_alike(c),
+    ),
+    (
+        "sharding",
+        "backward_prefetch",
+        "sharding.strategy",
+        lambda c: c.sharding.strategy in _WHOLE_IN_BACKWARD and _gathers_alike(c),
+    ),
+    (
+        "sharding",
+        "grad_sync",
+        "training.gradient_accumulation_steps",
+        lambda c: _takes_one_micro_batch(c.training),
+    ),
+    (
+        "sharding",
+        "reduction",
+        "sharding.transport",
+        lambda c: c.sharding.transport in (TransportKind.DIRECT, TransportKind.SHARED),
+    ),
+    (
+        "sharding",
+        "fp32_modules",
+        "sharding.param_dtype",
+        lambda c: c.sharding.param_dtype in _WIDE and c.sharding.master_dtype in _WIDE,
+    ),
+    ("sharding", "grad_reduction", "a run", lambda _: True),
+    (
+        "sharding",
+        "wrap_min_params",
+        "sharding.wrap",
+        lambda c: c.sharding.wrap is not WrapKind.SIZE,
+    ),
     (
         "training",
         "adam_beta1 adam_beta2 adam_epsilon",
-        "optim",
-        lambda t: t.optim in _WITHOUT_BETAS,
+        "training.optim",
+        lambda c: c.training.optim in _WITHOUT_BETAS,
     ),
     (
         "training",
         "warmup_steps warmup_ratio",
-        "lr_scheduler_type",
-        lambda t: t.lr_scheduler_type is _FLAT,
+        "training.lr_scheduler_type",
+        lambda c: c.training.lr_scheduler_type is _FLAT,
     ),
-    ("training", "save_steps", "save_strategy", lambda t: t.saves is not _STEPS),
-    ("training", "save_total_limit checkpoint_dir", "save_strategy", lambda t: t.saves is _NO),
-    ("training", "eval_steps", "eval_strategy", lambda t: t.evaluates is not _STEPS),
-    ("training", "num_train_epochs", "max_steps", lambda t: t.max_steps > 0),
-    ("training", "project", "report_to", lambda t: not t.report_to),
-    ("training", "logging_dir", "report_to", lambda t: "tensorboard" not in t.report_to),
-    ("data", "shuffle_buffer", "streaming", lambda d: not d.streaming),
-    ("data", "vocab_size", "tokenizer", lambda d: d.tokenizer),
-    ("sharding", "wrap_min_params", "wrap", lambda s: s.wrap is not WrapKind.SIZE),
+    ("training", "warmup_ratio", "training.warmup_steps", lambda c: c.training.warmup_steps),
+    (
+        "training",
+        "save_steps",
+        "training.save_strategy",
+        lambda c: c.training.saves is not _STEPS,
+    ),
+    (
+        "training",
+        "save_total_limit checkpoint_dir",
+        "training.save_strategy",
+        lambda c: c.training.saves is _NO,
+    ),
+    (
+        "training",
+        "eval_steps",
+        "training.eval_strategy",
+        lambda c: c.training.evaluates is not _STEPS,
+    ),
+    ("training", "num_train_epochs", "training.max_steps", lambda c: c.training.max_steps > 0),
+    ("training", "project", "training.report_to", lambda c: not c.training.report_to),
+    (
+        "training",
+        "logging_dir",
+        "training.report_to",
+        lambda c: "tensorboard" not in c.training.report_to,
+    ),
+    (
+        "training",
+        "loss_chunk_size",
+        "distill.chunk_size",
+        lambda c: c.distill and c.distill.chunk_size,
+    ),
+    ("data", "shuffle_buffer", "data.streaming", lambda c: not c.data.streaming),
+    ("data", "vocab_size", "data.tokenizer", lambda c: c.data.tokenizer),
+    ("sft", "sample_tokens", "sft.num_samples", lambda c: c.sft and not c.sft.num_samples),
+    (
+        "distill",
+        "temperature",
+        "distill.loss",
+        lambda c: c.distill and c.distill.loss is DistillLoss.HIDDEN,
+    ),
+    (
+        "distill",
+        "beta",
+        "distill.loss",
+        lambda c: c.distill and c.distill.loss is not DistillLoss.JSD,
+    ),
+    (
+        "launch",
+        "main_process_ip main_process_port",
+        "launch.num_machines",
+        lambda c: c.launch.num_machines == 1,
+    ),
 )
 
 
 def idle(config: RunConfig) -> Iterator[tuple[str, str]]:
     """The dotted key of each value that has no effect beside others, also of defaults, and why."""
     for section, keys, decider, is_idle in IDLE:
-        if is_idle(getattr(config, section)):
-            yield from ((f"{section}.{k}", f"{section}.{decider} decides") for k in keys.split())
+        if getattr(config, section) is not None and is_idle(config):
+            yield from ((f"{section}.{key}", f"{decider} decides") for key in keys.split())
 
 
 # ---- valid combinations that are known to cause trouble ------------------------------------------

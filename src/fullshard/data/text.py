@@ -233,7 +233,7 @@ def make_dataset(
         vocab_size=num_ids(tokenizer),
         baseline=_baseline(train, held_out, num_ids(tokenizer)) if how.uses_baseline else None,
         prompt=_prompt(held_out if len(held_out) else train, tokenizer),
-        notes=(*notes, *_said(sources, mixture)),
+        notes=(*notes, *_said(sources, mixture, how)),
         fingerprint=digest([VERSION, length, mixture, sums]),
         mixture=mixture,
         shuffle_buffer=buffer,
@@ -454,11 +454,15 @@ def _mixture(
     return tuple(zip([ENDLESS] * len(sizes) if buffer else sizes, places, strict=True))
 
 
-def _said(sources: Sequence[Corpus], mixture: tuple[tuple[int, int], ...]) -> Iterator[str]:
+def _said(
+    sources: Sequence[Corpus], mixture: tuple[tuple[int, int], ...], data: DataConfig
+) -> Iterator[str]:
     for source in sources:
         kind = source.kind
         if source.text_column != "text" and kind in (FileKind.TEXT, FileKind.ARRAY):
             yield f"text_column has no effect on {source.origin}, which is {kind}, not records"
+        if data.dtype and kind is not FileKind.ARRAY:
+            yield f"data.dtype has no effect on {source.origin}, which is {kind}, not tokens"
     for source, (size, places) in zip(sources, mixture, strict=False):
         told = f"{places:,} of an epoch's sequences, {places / size:.2f} passes over the source"
         if size == ENDLESS:

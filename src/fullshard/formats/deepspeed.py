@@ -103,6 +103,12 @@ def _zero2(groups: Tables, optimizers: Tables) -> Iterator[tuple[str, Entry]]:
         for number, (name, shape) in enumerate(shapes.items()):
             yield name, flat(name, parts, start, tuple(shape))
             start += math.prod(shape) + (paddings[at][number] if paddings else 0)
+        total, unit = sum(part.numel() for part in parts), 2 * len(parts)  # DeepSpeed's alignment
+        if not paddings and -(-start // unit) != -(-total // unit):
+            raise CheckpointError(
+                f"param_shapes: expected {start:,} elements in group {at}, got {total:,} in the "
+                "files of all ranks. Name a folder with the files of one save."
+            )
 
 
 def _zero3(groups: Tables, optimizers: Tables) -> Iterator[tuple[str, Entry]]:

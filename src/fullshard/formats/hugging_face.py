@@ -160,11 +160,24 @@ def with_model_names(source: Source, *others: Source) -> Source:
         with untrusted(CONFIG, "that of a known model"), TemporaryDirectory() as folder:
             (Path(folder) / CONFIG).write_bytes(configs[0])
             if (shell := model_of(Path(folder))) is not None:
-                return by_model_names(shell, source)
+                return _compared(by_model_names(shell, source), shell)
     except CheckpointError as error:
         why = str(error)
     note = f"the names of the model of {CONFIG}, those of the files stay: {why}"
     return replace(source, left_out=(*source.left_out, note))
+
+
+def _compared(source: Source, shell: nn.Module) -> Source:
+    """The source; `left_out` has a line if it lacks a tensor of the model, or its shape."""
+    tied = {**source.tensors, **{n: source.tensors.get(one) for n, one in source.tied.items()}}
+    first = {id(param): name for name, param in reversed(list(shell.named_parameters()))}
+    for name, value in shell.named_parameters():
+        entry, shape = tied.get(name) or tied.get(first[id(value)]), tuple(value.shape)
+        if entry is None or entry.shape != shape:
+            got = f"is {entry.shape} in the files" if entry else "is not in the files"
+            note = f"a model of {CONFIG} as it is: {name} of shape {shape} {got}"
+            return replace(source, left_out=(*source.left_out, note))
+    return source
 
 
 def by_file_names(shell: nn.Module, entries: Mapping[str, Entry]) -> dict[str, Entry]:
@@ -320,7 +333,13 @@ class ExportSettings:
     format: Format = Format.HUGGING_FACE
 
     @classmethod
-    def of(cls, format_: str, dtype: str | None, max_shard_size: str | None) -> ExportSettings:
+    def of(
+        cls,
+        format_: str,
+        dtype: str | None,
+        max_shard_size: str | None,
+        config: Path | None = None,
+    ) -> ExportSettings:
         """Parses the options of `ckpt export`.
 
         Raises:
@@ -329,11 +348,12 @@ class ExportSettings:
         known = None if dtype is None else torch_dtype(parse(DType, dtype, "--dtype"))
         if format_ not in list(Format):
             raise ConfigError(f"--format: expected {' or '.join(Format)}; got '{format_}'.")
-        if format_ == Format.DCP and max_shard_size is not None:
-            raise ConfigError(
-                "--max-shard-size: expected --format hf, got dcp, which has one file per tensor. "
-                "Remove --max-shard-size."
-            )
+        for option, given in {"--max-shard-size": max_shard_size, "--config": config}.items():
+            if format_ == Format.DCP and given is not None:
+                raise ConfigError(
+                    f"{option}: expected --format hf, got dcp, which has one file per tensor and "
+                    f"no configuration. Remove {option}."
+                )
         return cls(known, parse_size(max_shard_size or "5GB"), format=Format(format_))
 
 
@@ -351,8 +371,12 @@ def parse_size(text: str) -> int:
     return size
 
 
-def export_folder(source: Source, folder: Path, settings: ExportSettings) -> list[str]:
+def export_folder(
+    source: Source, folder: Path, settings: ExportSettings, *, dry_run: bool = False
+) -> list[str]:
     """Write a source as a folder; return notes on contents that were left out.
+
+    A dry run checks the same, and writes nothing.
 
     Raises:
         CheckpointError: The source has no config.json, its tensors differ from that model's, or the
@@ -361,6 +385,9 @@ def export_folder(source: Source, folder: Path, settings: ExportSettings) -> lis
     if settings.format is Format.DCP:
         from fullshard.formats.dcp import write_dcp  # the import takes half a second
 
+        check_empty(folder, "export")
+        if dry_run:
+            return list(source.left_out)
         return write_dcp(source, folder, settings.dtype, settings.on_bytes)
     if CONFIG not in source.companions:
         raise CheckpointError(
@@ -368,27 +395,32 @@ def export_folder(source: Source, folder: Path, settings: ExportSettings) -> lis
             "none. Pass a folder with one: --config FOLDER."
         )
     check_empty(folder, "export")
-    with whole_or_nothing(folder) as aside:
+    with TemporaryDirectory() if dry_run else whole_or_nothing(folder) as place:
+        aside = Path(place)
         for name, data in source.companions.items():
             (aside / name).write_bytes(data)
-        notes = write_model(source, aside, settings)
+        notes = _named(source, aside)[2] if dry_run else write_model(source, aside, settings)
         source.check()
     return [*source.left_out, *notes]
 
 
 def write_model(source: Source, folder: Path, settings: ExportSettings) -> list[str]:
     """Writes weights into a folder with config.json, and sets their dtype there."""
-    with untrusted(folder / CONFIG, "the configuration of a model"):
-        shell = model_of(folder)
-        if shell is None:
-            named = dict(source.tensors)
-            left = ["transformers does not know this model: tensors keep their names"]
-        else:
-            named, left = as_files_have(source, shell)
+    shell, named, left = _named(source, folder)
     named = {name: entry.cast(settings.dtype) for name, entry in named.items()}
     complete_config(folder, shell, named)
     write_weights(named, folder, settings)
     return left
+
+
+def _named(source: Source, folder: Path) -> tuple[nn.Module | None, dict[str, Entry], list[str]]:
+    """The model of the folder's config.json, and what `as_files_have` returns."""
+    with untrusted(folder / CONFIG, "the configuration of a model"):
+        shell = model_of(folder)
+        if shell is None:
+            left = ["transformers does not know this model: tensors keep their names"]
+            return shell, dict(source.tensors), left
+        return shell, *as_files_have(source, shell)
 
 
 def as_files_have(source: Source, shell: nn.Module) -> tuple[dict[str, Entry], list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,14 @@ def open_rank_files(folder: Path) -> Source:
             "too, and remove those of other saves."
         )
     states = [read_pickle(path, str(path)) for _, path in sorted(found.items())]
+    if odd := {name for state in states for name in state.keys() ^ states[0].keys()}:
+        raise CheckpointError(
+            f"'{folder}': expected the same names on all ranks; got {min(odd)} on some. Copy all "
+            "files of one save."
+        )
     entries = {name: joined_ranks(name, [s[name] for s in states]) for name in states[0]}
     left = [f"{name}, which is no tensor" for name, entry in entries.items() if entry is None]
+    left += [f"{name} of other ranks than 0, which differs" for name in _unequal(states)]
     if any(folder.glob("optim_world_size_*")):
         left.append("the optimizer's states")
     return Source(
@@ -77,6 +83,14 @@ def open_rank_files(folder: Path) -> Source:
         {name: entry for name, entry in entries.items() if entry is not None},
         left_out=tuple(left),
     )
+
+
+def _unequal(states: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Names of the whole tensors that differ between ranks."""
+    for name, first in states[0].items():
+        is_whole = isinstance(first, torch.Tensor) and not isinstance(first, PartOfTensor)
+        if is_whole and not all(torch.equal(first, state[name]) for state in states):
+            yield name
 
 
 def optimizer_of(

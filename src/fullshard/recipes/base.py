@@ -419,7 +419,10 @@ def make_data(
                 "data.mixture: expected text or tokens, got conversations. Put them into one "
                 "folder, and set data.path to it."
             )
-        source, notes = chat_source(path), list[str]()
+        source, fields = chat_source(path), type(data).model_fields
+        of_text = ("dtype", "text_column", "separate_documents", "bigram_baseline")
+        asked = [key for key in of_text if getattr(data, key) != fields[key].default]
+        notes = [f"data.{key} has no effect on conversations" for key in asked]
         if tokenizer is None:
             parts = [shards(source.spans())]
             tokenizer = new_tokenizer([source], parts, vocab_size, notes, chat_texts)

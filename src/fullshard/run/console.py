@@ -29,7 +29,7 @@ from fullshard.config import host_memory
 from fullshard.config.schema import RunConfig
 from fullshard.data.dataset import DatasetFacts
 from fullshard.engine.hugging_face import import_code
-from fullshard.errors import printable
+from fullshard.errors import ConfigError, printable
 from fullshard.launch.machine import describe_versions
 from fullshard.models.build import weights_folder
 from fullshard.models.generate import Sample
@@ -395,7 +395,10 @@ def conclude(
     }
     folder.sample.write_text(sample.text + "\n", encoding="utf-8")
     folder.update_record(status=RunStatus.FINISHED, exit_code=0, ended=now(), measured=measured)
-    write_report(folder.path)
+    try:
+        write_report(folder.path)
+    except ConfigError as error:  # the run is complete without a page
+        watcher.console.print_text(f"no page of the run: {error}")
     _print_result(watcher.console, folder, measured, sample)
 
 

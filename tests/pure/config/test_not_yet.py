@@ -2,6 +2,7 @@
 
 import pytest
 
+from fullshard.cli.arguments import load
 from fullshard.config.environment import read_launch_environment
 from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig, ShardConfig
@@ -152,17 +153,44 @@ def test_a_recipe_takes_its_own_sections_and_what_happens_anyway(configured):
         ("training.save_strategy=epoch training.save_steps=7", "training.save_steps"),
         ("training.save_strategy=no training.save_total_limit=2", "training.save_total_limit"),
         ("training.eval_strategy=epoch training.eval_steps=7", "training.eval_steps"),
-        ("training.max_steps=5 training.num_train_epochs=3", "training.num_train_epochs"),
+        ("training.max_steps=5 training.num_train_epochs=4", "training.num_train_epochs"),
         ("training.project=a", "training.project"),
         ("training.report_to=wandb training.logging_dir=a", "training.logging_dir"),
         ("data.shuffle_buffer=9", "data.shuffle_buffer"),
         ("data.tokenizer=FOLDER data.vocab_size=9", "data.vocab_size"),
         ("sharding.wrap_min_params=9", "sharding.wrap_min_params"),
+        ("backend=jax sharding.wrap=transformer", "sharding.wrap"),
+        ("backend=jax sharding.backward_prefetch=0", "sharding.backward_prefetch"),
+        ("strategy=no_shard sharding.forward_prefetch=2", "sharding.forward_prefetch"),
+        ("strategy=shard_grad_op sharding.backward_prefetch=2", "sharding.backward_prefetch"),
+        ("sharding.grad_sync=last_micro_batch", "sharding.grad_sync"),
+        ("sharding.reduction=ordered sharding.transport=direct", "sharding.reduction"),
+        ("sharding.fp32_modules=norm", "sharding.fp32_modules"),
+        ("sharding.grad_reduction=sum", "sharding.grad_reduction"),
+        ("training.warmup_steps=2 training.warmup_ratio=0.1", "training.warmup_ratio"),
+        ("distill.chunk_size=9 training.loss_chunk_size=9", "training.loss_chunk_size"),
+        ("sft.num_samples=0 sft.sample_tokens=9", "sft.sample_tokens"),
+        ("distill.loss=hidden distill.temperature=3", "distill.temperature"),
+        ("distill.beta=0.3", "distill.beta"),
+        ("launch.main_process_port=29500", "launch.main_process_port"),
         ("training.optim=muon training.adam_beta1=0.5", ""),
+        ("strategy=shard_grad_op sharding.forward_prefetch=2", ""),
+        ("strategy=no_shard sharding.offload=cpu sharding.forward_prefetch=2", ""),
+        ("sharding.fp32_modules=norm sharding.param_dtype=bf16", ""),
+        ("sharding.grad_sync=last_micro_batch training.gradient_accumulation_steps=2", ""),
         ("sharding.wrap=size sharding.wrap_min_params=9", ""),
     ],
 )
 def test_a_key_without_effect_beside_others_has_a_note(given, idle):
     (note,) = load_config(None, ["model=MODEL", *given.split()]).notes or [None]
     assert (note.key if note else "") == idle
-    assert not note or (note.status, note.place) == ("no_effect", "command line")
+    assert not note or (note.status, note.place) == ("lost", "command line")
+
+
+def test_a_key_without_effect_beside_others_is_said_when_a_file_is_run(tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text("model: MODEL\ntraining: {optim: sgd}\n")
+    load(["training.adam_beta1=0.5"], tmp_path / "a.yaml")
+    said = "command line: training.adam_beta1: lost: training.optim decides\n"
+    assert capsys.readouterr().out == said
+    load(["training.adam_beta1=0.9"], tmp_path / "a.yaml")  # the default, as in a run's config.yaml
+    assert capsys.readouterr().out == ""

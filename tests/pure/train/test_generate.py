@@ -101,6 +101,12 @@ def test_prompts_of_a_file_end_where_lines_do(name, content, expected, tmp_path)
     assert _read_prompts(tmp_path / name) == expected
 
 
+def test_a_prompt_that_sets_what_options_set_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "id": 1, "temperature": 0}')
+    with pytest.raises(ConfigError, match="temperature in a row; options set it for all"):
+        _read_prompts(tmp_path / "a.jsonl")
+
+
 def test_drawn_tokens_follow_from_the_seed(model):
     def drawn(seed):
         settings = SamplingSettings(temperature=2.0, seed=seed)

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.config.schema import DataConfig
+from fullshard.config.schema import DataConfig, RunConfig
 from fullshard.data.text import DatasetSettings, make_dataset, text_source
 from fullshard.data.tokenize import pieces, shards
 from fullshard.errors import DataError
+from fullshard.recipes.base import make_data
+from fullshard.recipes.registry import Command
 from support.text import seeded_text
 
 WHOLE = DataConfig(validation_fraction=0)
@@ -211,7 +213,20 @@ def test_a_column_beside_plain_text_is_said_to_have_no_effect(tmp_path, name, ha
     text = seeded_text(2000)
     path = write(tmp_path / name, json.dumps({"body": text}) if has_effect else text)
     made = make_dataset(
-        [text_source(path, text_column="body")], DatasetSettings(8, 300, WHOLE), None
+        [text_source(path, text_column="body")],
+        DatasetSettings(8, 300, WHOLE.model_copy(update={"dtype": "uint16"})),
+        None,
     )
+    assert any("data.dtype has no effect on" in note for note in made.facts.notes)
     said = [note for note in made.facts.notes if "text_column has no effect on" in note]
     assert bool(said) is not has_effect
+
+
+def test_keys_of_text_beside_conversations_are_said_to_have_no_effect(tmp_path):
+    row = {"messages": [{"role": r, "content": seeded_text(20)} for r in ("user", "assistant")]}
+    path = write(tmp_path / "a.jsonl", "\n".join([json.dumps(row)] * 9))
+    data = {"path": str(path), "separate_documents": True, "text_column": "body"}
+    config = RunConfig(model={"config": {"model_type": "llama"}}, data=data)
+    made = make_data(config, Command.SFT, None, 300)
+    said = [note for note in made.facts.notes if "has no effect on conversations" in note]
+    assert [note.split()[0] for note in said] == ["data.text_column", "data.separate_documents"]

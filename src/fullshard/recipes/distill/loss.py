@@ -186,7 +186,7 @@ def check_facts(folder: Path, facts: DatasetFacts, teacher: str | None = None) -
             raise DataError(
                 f"distill.cache: expected logits of this run's data, with {key} {value}; got "
                 f"{found.get(key)} in '{folder}'. Write the cache again (fullshard distill cache), "
-                "from the same data and seed."
+                "from the same data."
             )
     written_by = found.get(TEACHER)
     if teacher and written_by and teacher != written_by:
