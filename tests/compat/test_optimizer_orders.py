@@ -41,7 +41,7 @@ def test_ranks_give_their_optimizers_other_orders():
     rows = FSDP.sharded_optim_state_dict(model, optimizer)
     loaded = FSDP.flatten_sharded_optim_state_dict(rows, model, optimizer)
     for number, state in optimizer.state_dict()["state"].items():
-        assert torch.isclose(loaded["state"][number]["exp_avg"], state["exp_avg"]).all()
+        torch.testing.assert_close(loaded["state"][number]["exp_avg"], state["exp_avg"])
     fewer = stepped(params[: len(params) - rank()], model)
     with pytest.raises(RuntimeError, match=r"some ranks are missing some .* on rank 1"):
         FSDP.full_optim_state_dict(model, fewer)

@@ -313,6 +313,20 @@ def test_a_pre_hook_writes_before_the_values_are_taken(facade):
         assert not whole.any()
 
 
+@pytest.mark.parametrize("facade", [fully_shard, FSDP])
+@on_ranks(2)
+def test_states_before_the_first_step_are_whole(facade):
+    model = facade(ToyModel())
+    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
+    whole = get_optimizer_state_dict(
+        model, optimizer, options=StateDictOptions(full_state_dict=True)
+    )
+    if dist.get_rank() == 0:
+        assert torch.equal(whole["state"]["net1.weight"]["sum"], torch.full((16, 16), 0.5))
+    rows = get_optimizer_state_dict(model, optimizer)["state"]["net2.weight"]["sum"]
+    assert rows.to_local().shape == (5 - dist.get_rank(), 16)
+
+
 @on_ranks(2)
 def test_a_script_module_is_no_obstacle():
     with warnings.catch_warnings():

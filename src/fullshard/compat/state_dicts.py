@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -678,6 +678,7 @@ def show_rows(module: nn.Module, when: Callable[[], bool] = lambda: True) -> Non
     for param in module.parameters():
         if isinstance(param, ShardedParameter):
             setattr(param, _ROWS, rows)
+    setattr(Optimizer, "state_dict", _state_dict)  # noqa: B010
     if _listen not in WATCHED.callbacks:
         WATCHED.callbacks.append(_listen)
     WATCHED.add(module)
@@ -687,8 +688,20 @@ _ROWS = "_fullshard_shows_rows"
 _Rows = tuple[Callable[[], nn.Module | None], Callable[[], bool]]  # the marked module, show now?
 
 
+_LISTENED: WeakSet[Optimizer] = WeakSet()
+_TORCHS_STATE_DICT = Optimizer.state_dict
+
+
+def _state_dict(optimizer: Optimizer) -> States:
+    """Replaces torch's method: states exist before a step (Adagrad's, loaded ones)."""
+    _listen(optimizer)
+    return _TORCHS_STATE_DICT(optimizer)
+
+
 def _listen(optimizer: Optimizer) -> None:
-    if any(hasattr(param, _ROWS) for _, param in _numbered(optimizer)):
+    rows = any(hasattr(param, _ROWS) for _, param in _numbered(optimizer))
+    if rows and optimizer not in _LISTENED:
+        _LISTENED.add(optimizer)
         optimizer.register_state_dict_post_hook(_give_rows)
         optimizer.register_load_state_dict_pre_hook(_take_rows)
 
