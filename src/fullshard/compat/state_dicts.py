@@ -678,7 +678,6 @@ def show_rows(module: nn.Module, when: Callable[[], bool] = lambda: True) -> Non
     for param in module.parameters():
         if isinstance(param, ShardedParameter):
             setattr(param, _ROWS, rows)
-    setattr(Optimizer, "state_dict", _state_dict)  # noqa: B010
     if _listen not in WATCHED.callbacks:
         WATCHED.callbacks.append(_listen)
     WATCHED.add(module)
@@ -689,13 +688,6 @@ _Rows = tuple[Callable[[], nn.Module | None], Callable[[], bool]]  # the marked 
 
 
 _LISTENED: WeakSet[Optimizer] = WeakSet()
-_TORCHS_STATE_DICT = Optimizer.state_dict
-
-
-def _state_dict(optimizer: Optimizer) -> States:
-    """Replaces torch's method: states exist before a step (Adagrad's, loaded ones)."""
-    _listen(optimizer)
-    return _TORCHS_STATE_DICT(optimizer)
 
 
 def _listen(optimizer: Optimizer) -> None:

@@ -7,6 +7,7 @@ Checked with torch 2.11 and 2.13; written for 2.8 and newer.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -201,6 +202,26 @@ def queue_callback(function: Callable[[], None]) -> None:
 
 # The number that the next autograd node of this thread will get.
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # type: ignore
+
+
+def before_state_dicts(call: Callable[[Any], None]) -> Callable[[], None]:
+    """Calls `call` with each optimizer before its `state_dict()`; returns what undoes it.
+
+    torch has a hook for the steps of all optimizers, but none for their state dicts.
+    """
+    kept = torch.optim.Optimizer.state_dict
+
+    @functools.wraps(kept)
+    def state_dict(optimizer: Any) -> dict[str, Any]:
+        call(optimizer)
+        return kept(optimizer)
+
+    def undo() -> None:
+        if torch.optim.Optimizer.state_dict is state_dict:  # nobody replaced it since
+            setattr(torch.optim.Optimizer, "state_dict", kept)  # noqa: B010
+
+    setattr(torch.optim.Optimizer, "state_dict", state_dict)  # noqa: B010
+    return undo
 
 
 def register_guard_types(*types: type) -> Callable[[], None]:

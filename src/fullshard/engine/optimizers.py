@@ -30,7 +30,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook as after_steps
 from torch.optim.optimizer import register_optimizer_step_pre_hook as before_steps
 
-from fullshard.engine._torch_compat import no_guard, register_guard_types, tree_leaves
+from fullshard.engine._torch_compat import (
+    before_state_dicts,
+    no_guard,
+    register_guard_types,
+    tree_leaves,
+)
 from fullshard.engine.computed import Computed
 from fullshard.engine.disk import Disk, put_back, step_in_turns
 from fullshard.engine.norms import Count, GradientNorms, by_model, hash_of
@@ -60,14 +65,14 @@ class _Watch:
 
     Attributes:
         trusted: Optimizers that are right on shards without a probe; their states may be whole.
-        callbacks: Called with every optimizer at its first step on shards.
+        callbacks: Called with an optimizer at its first step on shards, and before each state dict.
     """
 
     def __init__(self) -> None:
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._handles: list[Any] = []
         self._stepping: weakref.WeakSet[Any] = weakref.WeakSet()  # models of a running step
-        self._forget_types: Callable[[], None] = lambda: None
+        self._undo: list[Callable[[], None]] = []  # for the last owner's end
         self._passed: set[Any] = set()
         self._in_turns: dict[Any, bool] = {}  # whether settings are elementwise
         self._kept: list[tuple[Any, Any]] = []  # gradients that an update in turns has used
@@ -87,9 +92,8 @@ class _Watch:
         weakref.finalize(owner, self._release).atexit = False
         if not self._handles:
             self._handles = [before_steps(self._before_step), after_steps(self._after_step)]
-            self._forget_types = register_guard_types(
-                ShardedParameter, PlacedParameter, ShardedGradient, ShardedTensor
-            )
+            guards = (ShardedParameter, PlacedParameter, ShardedGradient, ShardedTensor)
+            self._undo = [register_guard_types(*guards), before_state_dicts(self._tell)]
 
     @property
     def has_owners(self) -> bool:
@@ -100,8 +104,13 @@ class _Watch:
         if not self.has_owners:
             while self._handles:
                 self._handles.pop().remove()
+            while self._undo:
+                self._undo.pop()()
             self._passed.clear()
-            self._forget_types()
+
+    def _tell(self, optimizer: Optimizer) -> None:
+        for call in self.callbacks:
+            call(optimizer)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         put_back(self._kept)  # of a step that raised
@@ -168,8 +177,7 @@ class _Watch:
             self._cut_states(optimizer)
             _tell_of_others(optimizer, models)
             optimizer.register_load_state_dict_post_hook(self._cut_states)
-            for call in self.callbacks:
-                call(optimizer)
+            self._tell(optimizer)
         return models
 
     def _cut_states(self, optimizer: Optimizer) -> None:
