@@ -28,16 +28,16 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_796,
-    "config": 3_374,
-    "cli": 2_025,
-    "engine + transport": 8_820,
+    "config": 3_403,
+    "cli": 2_039,
+    "engine + transport": 8_842,
     "planner + outlook": 4_300,
-    "data + models + recipes + run + verify": 9_224,
+    "data + models + recipes + run + verify": 9_246,
     "observe + launch": 3_403,
-    "compat + integrations": 2_830,
+    "compat + integrations": 2_833,
     "xla + jax + xla_state": 2_882,
-    "checkpoint + formats": 2_926,
-    "in all": 42_651,
+    "checkpoint + formats": 2_967,
+    "in all": 42_782,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

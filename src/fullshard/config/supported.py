@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from fullshard.config.environment import LaunchEnvironment
 from fullshard.config.fields import Section
@@ -16,7 +17,6 @@ from fullshard.config.problems import ConfigProblems, Problem, join_key, show
 from fullshard.config.regular_files import packaged_table
 from fullshard.config.schema import RunConfig, ShardConfig
 from fullshard.config.sharding import Offload
-from fullshard.config.training import TrainingConfig
 from fullshard.config.values import (
     BY_OWNER,
     Backend,
@@ -148,126 +148,61 @@ def _of_machine(config: RunConfig, launch: LaunchEnvironment | None) -> Iterator
 _NO, _STEPS, _FLAT = IntervalStrategy.NO, IntervalStrategy.STEPS, LrSchedule.CONSTANT
 _WITHOUT_BETAS = (Optimizer.SGD, Optimizer.ADAFACTOR)
 _WHOLE_IN_BACKWARD = (Strategy.NO_SHARD, Strategy.SHARD_GRAD_OP, Strategy.HYBRID_SHARD_ZERO2)
-_WIDE = (None, DType.FLOAT32, DType.FLOAT64)
+_DIRECT = (TransportKind.DIRECT, TransportKind.SHARED)
+_WIDE = {None, DType.FLOAT32, DType.FLOAT64}
 _OF_UNITS = "wrap wrap_min_params forward_prefetch backward_prefetch poison reduction"
+_BETAS, _WARMUP = "adam_beta1 adam_beta2 adam_epsilon", "warmup_steps warmup_ratio"
+_MEETING = "main_process_ip main_process_port"
 
 
-def _takes_one_micro_batch(training: TrainingConfig) -> bool:
+def _takes_one_micro_batch(config: RunConfig) -> bool:
+    training = config.training
     is_derived = training.train_batch_size is not None or training.leaves_micro_batch
     return training.gradient_accumulation_steps == 1 and not is_derived
 
 
-def _gathers_alike(config: RunConfig) -> bool:
+def _has_strategy(config: RunConfig, *strategies: Strategy) -> bool:
+    """Whether all units have one of these strategies, and no model or state another one."""
     other = config.distill and config.distill.teacher_strategy
-    return not (config.sharding.strategies or config.sharding.offload or other)
+    others = config.sharding.strategies or config.sharding.offload or other
+    return config.sharding.strategy in strategies and not others
 
 
-# Section, keys that have no effect, the key that decides so, and when.
-IDLE: tuple[tuple[str, str, str, Callable[[RunConfig], object]], ...] = (
+def _dtypes(config: RunConfig) -> set[DType | None]:
+    return {config.sharding.param_dtype, config.sharding.master_dtype}
+
+
+# Section, keys that have no effect, the key that decides so (".key": of this section), and when.
+IDLE: tuple[tuple[str, str, str, Callable[[Any], object]], ...] = (
     ("sharding", _OF_UNITS, "backend", lambda c: c.backend is Backend.JAX),
-    (
-        "sharding",
-        "forward_prefetch",
-        "sharding.strategy",
-        lambda c: c.sharding.strategy is Strategy.NO_SHARD and _gathers_alike(c),
-    ),
-    (
-        "sharding",
-        "backward_prefetch",
-        "sharding.strategy",
-        lambda c: c.sharding.strategy in _WHOLE_IN_BACKWARD and _gathers_alike(c),
-    ),
-    (
-        "sharding",
-        "grad_sync",
-        "training.gradient_accumulation_steps",
-        lambda c: _takes_one_micro_batch(c.training),
-    ),
-    (
-        "sharding",
-        "reduction",
-        "sharding.transport",
-        lambda c: c.sharding.transport in (TransportKind.DIRECT, TransportKind.SHARED),
-    ),
-    (
-        "sharding",
-        "fp32_modules",
-        "sharding.param_dtype",
-        lambda c: c.sharding.param_dtype in _WIDE and c.sharding.master_dtype in _WIDE,
-    ),
+    ("sharding", "forward_prefetch", ".strategy", lambda c: _has_strategy(c, Strategy.NO_SHARD)),
+    ("sharding", "backward_prefetch", ".strategy", lambda c: _has_strategy(c, *_WHOLE_IN_BACKWARD)),
+    ("sharding", "grad_sync", "training.gradient_accumulation_steps", _takes_one_micro_batch),
+    ("sharding", "reduction", ".transport", lambda c: c.sharding.transport in _DIRECT),
+    ("sharding", "fp32_modules", ".param_dtype", lambda c: _dtypes(c) <= _WIDE),
     ("sharding", "grad_reduction", "a run", lambda _: True),
-    (
-        "sharding",
-        "wrap_min_params",
-        "sharding.wrap",
-        lambda c: c.sharding.wrap is not WrapKind.SIZE,
-    ),
-    (
-        "training",
-        "adam_beta1 adam_beta2 adam_epsilon",
-        "training.optim",
-        lambda c: c.training.optim in _WITHOUT_BETAS,
-    ),
-    (
-        "training",
-        "warmup_steps warmup_ratio",
-        "training.lr_scheduler_type",
-        lambda c: c.training.lr_scheduler_type is _FLAT,
-    ),
-    ("training", "warmup_ratio", "training.warmup_steps", lambda c: c.training.warmup_steps),
-    (
-        "training",
-        "save_steps",
-        "training.save_strategy",
-        lambda c: c.training.saves is not _STEPS,
-    ),
-    (
-        "training",
-        "save_total_limit checkpoint_dir",
-        "training.save_strategy",
-        lambda c: c.training.saves is _NO,
-    ),
-    (
-        "training",
-        "eval_steps",
-        "training.eval_strategy",
-        lambda c: c.training.evaluates is not _STEPS,
-    ),
-    ("training", "num_train_epochs", "training.max_steps", lambda c: c.training.max_steps > 0),
-    ("training", "project", "training.report_to", lambda c: not c.training.report_to),
-    (
-        "training",
-        "logging_dir",
-        "training.report_to",
-        lambda c: "tensorboard" not in c.training.report_to,
-    ),
+    ("sharding", "wrap_min_params", ".wrap", lambda c: c.sharding.wrap is not WrapKind.SIZE),
+    ("training", _BETAS, ".optim", lambda c: c.training.optim in _WITHOUT_BETAS),
+    ("training", _WARMUP, ".lr_scheduler_type", lambda c: c.training.lr_scheduler_type is _FLAT),
+    ("training", "warmup_ratio", ".warmup_steps", lambda c: c.training.warmup_steps),
+    ("training", "save_steps", ".save_strategy", lambda c: c.training.saves is not _STEPS),
+    ("training", "save_total_limit", ".save_strategy", lambda c: c.training.saves is _NO),
+    ("training", "eval_steps", ".eval_strategy", lambda c: c.training.evaluates is not _STEPS),
+    ("training", "num_train_epochs", ".max_steps", lambda c: c.training.max_steps > 0),
+    ("training", "project", ".report_to", lambda c: not c.training.report_to),
+    ("training", "logging_dir", ".report_to", lambda c: "tensorboard" not in c.training.report_to),
     (
         "training",
         "loss_chunk_size",
         "distill.chunk_size",
         lambda c: c.distill and c.distill.chunk_size,
     ),
-    ("data", "shuffle_buffer", "data.streaming", lambda c: not c.data.streaming),
-    ("data", "vocab_size", "data.tokenizer", lambda c: c.data.tokenizer),
-    ("sft", "sample_tokens", "sft.num_samples", lambda c: c.sft and not c.sft.num_samples),
-    (
-        "distill",
-        "temperature",
-        "distill.loss",
-        lambda c: c.distill and c.distill.loss is DistillLoss.HIDDEN,
-    ),
-    (
-        "distill",
-        "beta",
-        "distill.loss",
-        lambda c: c.distill and c.distill.loss is not DistillLoss.JSD,
-    ),
-    (
-        "launch",
-        "main_process_ip main_process_port",
-        "launch.num_machines",
-        lambda c: c.launch.num_machines == 1,
-    ),
+    ("data", "shuffle_buffer", ".streaming", lambda c: not c.data.streaming),
+    ("data", "vocab_size", ".tokenizer", lambda c: c.data.tokenizer),
+    ("sft", "sample_tokens", ".num_samples", lambda c: not c.sft.num_samples),
+    ("distill", "temperature", ".loss", lambda c: c.distill.loss is DistillLoss.HIDDEN),
+    ("distill", "beta", ".loss", lambda c: c.distill.loss is not DistillLoss.JSD),
+    ("launch", _MEETING, ".num_machines", lambda c: c.launch.num_machines == 1),
 )
 
 
@@ -275,7 +210,8 @@ def idle(config: RunConfig) -> Iterator[tuple[str, str]]:
     """The dotted key of each value that has no effect beside others, also of defaults, and why."""
     for section, keys, decider, is_idle in IDLE:
         if getattr(config, section) is not None and is_idle(config):
-            yield from ((f"{section}.{key}", f"{decider} decides") for key in keys.split())
+            by = f"{section}{decider}" if decider.startswith(".") else decider
+            yield from ((f"{section}.{key}", f"{by} decides") for key in keys.split())
 
 
 # ---- valid combinations that are known to cause trouble ------------------------------------------
