@@ -191,7 +191,7 @@ def with_placement(mesh, placement):
 def test_axes_that_experts_cannot_have_are_refused_by_name():
     mesh, model = mesh_of_experts(2, 2), mixture_net()
     spread(model, mesh["expert"])
-    with pytest.raises(ConfigError, match="sample: expected a mesh of the axes replicate and"):
+    with pytest.raises(ConfigError, match="sample: expected a mesh of only the axes replicate and"):
         fs.shard(model, sample=vectors(0, 0))
     with pytest.raises(ConfigError, match="as this one, but their gradients would not be summed"):
         fs.shard(model, mesh=mesh["shard"])

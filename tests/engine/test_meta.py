@@ -274,7 +274,7 @@ def test_a_tensor_that_two_files_hold_is_refused(llama_folder):
     table = dict.fromkeys(one, "a.safetensors") | dict.fromkeys(other, "b.safetensors")
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": table}))
-    with pytest.raises(ConfigError, match=f"expected {min(one)} in .*a.safetensors' alone"):
+    with pytest.raises(ConfigError, match=f"expected {min(one)} only in .*a.safetensors'"):
         check_weights_of(on_meta(make, "llama"), folder)
     save_file(other, folder / "b.safetensors")
     check_weights_of(on_meta(make, "llama"), folder)

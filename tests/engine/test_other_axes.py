@@ -195,7 +195,7 @@ def test_what_is_not_there_is_refused_by_name():
     cut_net(model, mesh["tensor"])
     with pytest.raises(UnsupportedModelError, match=r"norm.weight: expected a DTensor of axes bes"):
         fs.shard(model)
-    with pytest.raises(ConfigError, match="sample: expected a mesh of the axes replicate and"):
+    with pytest.raises(ConfigError, match="sample: expected a mesh of only the axes replicate and"):
         fs.shard(model, mesh=mesh["shard"], sample=vectors(0, 0))
     with pytest.raises(
         ConfigError, match="store the same parameters as this one, but their gradients"
