@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -47,14 +47,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fullshard as fs
-from fullshard.config.values import LrSchedule
 from fullshard.engine.engine import engine_of
-from fullshard.recipes.base import RankTeam, Seat
-from fullshard.run.loop import Loop, LoopSettings, Update
-from fullshard.run.on_torch import TorchTrainee
-from fullshard.run.optim import Schedule
 from fullshard.transport import _torch_compat, streams
-from support.ragged import Rows
 from support.streams import Groups, HostGroups, Played
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_steps.json"
@@ -222,40 +216,12 @@ def forbid_synchronisation(*, by_owner: bool = False, **settings: Any) -> None:
 
 def queue_updates() -> None:
     """A run queues a step before it reads the numbers of the one before, and trains alike."""
-    awaited = train_a_run(patch.object(TorchTrainee, "_is_left_out_by_device", lambda *_: False))
-    assert train_a_run(nullcontext()) == awaited
-
-
-def train_a_run(around: AbstractContextManager[Any]) -> list[tuple[float, float]]:
-    """Losses and norms of a run; its later updates never wait for the device, if they can."""
-    num_steps, keys = 6, ("input_ids", "labels")
-    batches = [dict(zip(keys, gpu_checks.batch(step, 0), strict=True)) for step in range(num_steps)]
-    model = fs.shard(gpu_checks.build(), wrap=["Block"])
-    trainee = TorchTrainee(model, torch.optim.AdamW(model.parameters(), fused=True), lambda: (0, 0))
-    recipe: Any = SimpleNamespace(
-        micro_batches=lambda step: [batches[step]],
-        loss=lambda model, batch: (model(batch["input_ids"], batch["labels"]), 1),
-        tokens_per_step=1,
-        samples_per_step=gpu_checks.CASE.batch,
-        steps_per_epoch=1,
-        held_out=lambda: [],
-    )
-    rows, update = Rows(), trainee.update
-
-    def strict(step: int, batches: list[Any], loop: Loop) -> Update:
-        is_free = on_cuda() and isinstance(around, nullcontext)
-        with without_synchronisation() if is_free and step > 3 else nullcontext():
-            made = update(step, batches, loop)
-        assert made.is_pending == is_free
-        return made
-
-    rates = Schedule(LrSchedule.CONSTANT, 1e-3, 0, num_steps)
-    settings = LoopSettings(num_steps, 0, gpu_checks.MAX_NORM, rates)
-    team = RankTeam(engine_of(model).transport, Seat(0, 1, gpu_checks.DEVICE))
-    loop = Loop(trainee, recipe, settings, team, rows)
-    with around, patch.object(trainee, "update", strict), patch.object(loop, "look_ahead"):
-        loop.run()
-    return [(row.loss, row.grad_norm) for row in rows.steps]
+    try:
+        import gpu_runs
+    except ImportError as error:
+        raise Skipped("needs yaml and rich, which make gpu-wheels collects") from error
+    free = without_synchronisation if on_cuda() else None
+    assert gpu_runs.train(free) == gpu_runs.train(None)
 
 
 def count_threads() -> None:

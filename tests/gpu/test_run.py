@@ -37,7 +37,16 @@ def test_all_steps_of_make_gpu_run_on_a_cpu_with_few_packages(tmp_path):
     assert {(row["status"], row["why"]) for row in skipped} == {
         ("skipped", "needs CUDA"),
         ("skipped", "needs typer, which make gpu-wheels collects"),
+        ("skipped", "needs yaml and rich, which make gpu-wheels collects"),
     }
+
+
+@pytest.mark.long
+def test_a_run_of_make_gpu_trains_on_a_cpu(tmp_path):
+    words = ("--device", "cpu", "--only", "updates of a run", "--out", tmp_path / "gpu.json")
+    python(HERE / "run.py", *words, timeout=120)
+    (row,) = json.loads((tmp_path / "gpu.json").read_text())["steps"]
+    assert row["status"] == "ok", row["why"]
 
 
 @pytest.mark.long

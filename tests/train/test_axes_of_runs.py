@@ -224,7 +224,7 @@ def test_conversations_of_different_lengths_train_as_in_one_process(runs, tmp_pa
 
 @pytest.mark.long
 @pytest.mark.parametrize("is_kept", [False, True], ids=["cut student", "kept logits"])
-def test_a_student_of_divided_sequences_learns_as_in_one_process(runs, tmp_path, is_kept):
+def test_a_student_of_divided_sequences_learns_as_in_one_process(runs, tmp_path, caplog, is_kept):
     text = write_chats(tmp_path / "chat.jsonl", 48)
     write_mixture(tmp_path / "base", text, sure=20)
     words = [f"teacher={tmp_path}/base", f"data.path={tmp_path}/chat.jsonl", "max_length=64"]
@@ -238,6 +238,8 @@ def test_a_student_of_divided_sequences_learns_as_in_one_process(runs, tmp_path,
             run += [f"distill.cache={tmp_path}/{name}-logits", f"model={tmp_path}/base"]
             runs.fullshard("distill", "cache", *run, code=0)
         runs.fullshard("distill", *run, *cut, code=0)
+        said = "distill.teacher_dtype has no effect, because distill.cache is set"
+        assert (said in caplog.messages) == is_kept
         found.append(tmp_path / name)
     assert_same(found[1], found[0])
 

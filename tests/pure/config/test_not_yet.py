@@ -126,8 +126,8 @@ def test_the_refusal_of_a_file_has_its_lines(load_file, snapshot):
         ("distill", {}, "teacher: expected the model from which the student learns, got none."),
         (
             "distill",
-            {"distill": {"cache": "c", "teacher_dtype": "bf16"}},
-            "distill.teacher_dtype: expected no distill.cache together with it, got 'bfloat16'",
+            {"distill": {"cache": "c", "teacher_offload": "cpu"}},
+            "distill.teacher_offload: expected no distill.cache together with it, got 'cpu'",
         ),
     ],
 )

@@ -37,10 +37,9 @@ def _check(config: RunConfig, command: Command) -> Iterator[Problem]:
     if cuts and (config.model != config.teacher or cached):
         expected, advice = "a teacher and no student, which is cut out of it", "Leave model out"
         yield Problem("distill.experts", expected, "another model or a cache", advice)
-    for name in ("teacher_offload", "teacher_dtype", "teacher_strategy"):
-        if cached and (given := getattr(settings, name)) is not None:
-            says, advice = show(str(given)), "Leave it out, because no teacher runs"
-            yield Problem(f"distill.{name}", "no distill.cache together with it", says, advice)
+    if cached and settings.teacher_offload is not None:
+        says, advice = show(settings.teacher_offload), "Leave it out, because no teacher runs"
+        yield Problem("distill.teacher_offload", "no distill.cache together with it", says, advice)
     if cached and settings.loss is not DistillLoss.FORWARD_KL:
         advice = "Other losses need logits that the cache does not contain"
         yield Problem("distill.loss", "forward_kl with distill.cache", show(settings.loss), advice)

@@ -249,10 +249,14 @@ def _uses_chats(config: RunConfig) -> bool:
 
 def _check_data(config: RunConfig, facts: DatasetFacts) -> None:
     """Checks that cached logits belong to this data."""
-    if cache := settings_of(config).cache:
+    settings = settings_of(config)
+    if cache := settings.cache:
         check_facts(Path(cache), facts, _teacher_of(config))
         kept = TopK.load(Path(cache)).values.shape[1]
         logger.info("the teacher's %d largest logits of each token come from %s", kept, cache)
+        for key in ("teacher_dtype", "teacher_strategy"):  # `distill cache` has used them
+            if getattr(settings, key) is not None:
+                logger.info("distill.%s has no effect, because distill.cache is set", key)
 
 
 def _build(
