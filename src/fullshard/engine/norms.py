@@ -276,7 +276,7 @@ class GradientNorms:
         """A reduction of the whole tensor to a plain scalar: float64 or int64. A collective.
 
         Args:
-            shard: This rank's shard.
+            shard: The part of the tensor that this rank has.
             name: sum, mean, max, min, amax, amin, any, all, count_nonzero, std or var.
             correction: Subtracted from the count in std and var.
         """
