@@ -24,7 +24,7 @@ import fullshard as fs
 from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from fullshard.compat.fsdp1 import OptimStateKeyType, StateDictType, always_wrap_policy
 from fullshard.compat.fsdp2 import fully_shard
-from fullshard.errors import EngineError
+from fullshard.errors import EngineError, UnsupportedModelError
 from support.ranks import on_ranks
 
 
@@ -192,3 +192,33 @@ def test_a_unit_inside_one_of_the_other_interface_and_a_second_sharding():
             wrap(module)
     assert type(sharded) is nn.Sequential
     torch.testing.assert_close(sharded(x), reference(x))
+
+
+def aliased(kind):
+    """Layers in which something uses the memory of the second layer's weight."""
+    net = layers()
+    weight = net[1].weight
+    if kind == "parameter":
+        net[2].weight = nn.Parameter(weight.data)
+    elif kind == "part":
+        net[2].bias = nn.Parameter(weight.data.view(-1)[:4])
+    else:
+        net[2].register_buffer("now", weight.detach())
+    return net
+
+
+@on_ranks(2)
+def test_parameters_and_buffers_on_the_memory_of_another_are_refused():
+    for kind in ("parameter", "part", "buffer"):
+        ours, theirs = aliased(kind), FSDP(aliased(kind), auto_wrap_policy=always_wrap_policy)
+        for layer in ours:
+            fully_shard(layer)
+        for model in (fully_shard(ours), theirs):
+            with pytest.raises(
+                UnsupportedModelError, match=r"^2\.\w+: expected a .* own memory.*1\.weight"
+            ):
+                model(torch.ones(2, 4))
+    net = layers()
+    before = net.state_dict()  # on the memory of the parameters, and no part of the model
+    step(fully_shard(net), torch.optim.SGD(net.parameters(), lr=0.1))
+    assert torch.equal(before["1.weight"], layers()[1].weight)

@@ -44,7 +44,14 @@ from fullshard.config.supported import check_supported
 from fullshard.config.values import DType, Strategy, TransportKind, WrapKind
 from fullshard.engine._torch_compat import call_outside_compile, no_guard, outside_modes
 from fullshard.engine.engine import ATTRIBUTE, Engine
-from fullshard.engine.model_spec import NEVER_CALLED, param_spec, places_of
+from fullshard.engine.model_spec import (
+    NEVER_CALLED,
+    Memory,
+    memory_of,
+    param_spec,
+    places_of,
+    refuse_overlaps,
+)
 from fullshard.engine.norms import GradientNorms, from_host
 from fullshard.engine.optimizers import WATCHED
 from fullshard.engine.parameter import Guarded, PendingGradient, ShardedParameter, ShardedTensor
@@ -57,7 +64,7 @@ from fullshard.engine.record import (
     sharing_of,
     take_along,
 )
-from fullshard.engine.shard import ShardInputs, shard_model
+from fullshard.engine.shard import ShardInputs, refuse_shared_memory, shard_model
 from fullshard.engine.unit import Group, Member, gather_piece
 from fullshard.errors import EngineError, UnsupportedModelError
 from fullshard.observe.hang import watchdog
@@ -92,6 +99,7 @@ class Wrapped:
         check: Called with the root before an engine is created.
         on_engine: Called with the module and each new engine.
         shapes: Shapes of its parameters by name, when it was marked.
+        memory: Where its parameters were stored then; empty once an engine exists.
         needs_plan: Whether the plan must be made again before the next step.
     """
 
@@ -110,6 +118,7 @@ class Wrapped:
     check: Callable[[nn.Module], None] = lambda _: None
     on_engine: list[Callable[[Any, Engine], None]] = field(default_factory=list)
     shapes: dict[str, torch.Size] = field(default_factory=dict[str, torch.Size])
+    memory: list[Memory] = field(default_factory=list[Memory])
     needs_plan: bool = False
 
     __reduce__ = Engine.__reduce__  # refuses deep copies and pickles of the module
@@ -168,6 +177,11 @@ def mark(module: nn.Module, wrapped: Wrapped) -> None:
             record.around = lambda: wrapped.module()
     before = partial(call_outside_compile, _before_forward)
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    ignored = ignored_ids(module)
+    params = nn.Module.named_parameters(module)
+    wrapped.memory = memory_of(
+        (n, p) for n, p in params if type(p) is nn.Parameter and id(p) not in ignored
+    )
     cut(module, wrapped)
 
 
@@ -302,6 +316,7 @@ def build(root: nn.Module) -> Engine:
     reclaim(root)
     for wrapped in units.values():
         wrapped.check(root)
+    _refuse_aliases(root, units)
     for module, wrapped in reversed(list(marked(root))):
         cut(module, wrapped)  # parameters that were materialized or replaced after the mark
     ranks = topology(_order_of(units))
@@ -316,12 +331,24 @@ def build(root: nn.Module) -> Engine:
     engine = replace_engines(root, lambda: shard_model(root, config, world, ring, given))
     engine.on_change = _with_changes
     for wrapped in units.values():
-        wrapped.engine_ref, wrapped.needs_plan = weakref.ref(engine), False
+        wrapped.engine_ref, wrapped.needs_plan, wrapped.memory = weakref.ref(engine), False, []
     for name, wrapped in units.items():
         for tell in wrapped.on_engine:
             tell(root.get_submodule(name), engine)
     watchdog.watch(ring, [unit.title for unit in engine.plan.units])
     return engine
+
+
+def _refuse_aliases(root: nn.Module, units: Mapping[str, Wrapped]) -> None:
+    """Refuse parameters and buffers that shared the memory of a parameter when it was cut."""
+    memory = [
+        one._replace(name=clean_name(f"{unit}.{one.name}".lstrip(".")))
+        for unit, wrapped in units.items()
+        for one in wrapped.memory
+        if not one.storage.expired()  # else nothing but the parameter used it
+    ]
+    refuse_overlaps(memory)
+    refuse_shared_memory(root, {one.storage.cdata: one.name for one in memory})
 
 
 def _order_of(units: Mapping[str, Wrapped]) -> tuple[int, ...]:

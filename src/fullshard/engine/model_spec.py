@@ -6,10 +6,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.parametrize import is_parametrized
 
 from fullshard.config.values import DType, nearest
@@ -68,7 +69,7 @@ def spec_of(
     found = (param_spec(tuple(names[key]), params[key]) for key in names)
     of = parts or {}
     specs = tuple(replace(p, mesh=meshes.get(p.name), parts=of.get(p.name, p.parts)) for p in found)
-    _refuse_shared_storage(params.values(), names)
+    refuse_overlaps(memory_of((names[key][0], param) for key, param in params.items()))
     buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
     saved = {id(b): b.nbytes for module in model.modules() for b in saved_buffers(module)}
     return ModelSpec(type(model).__name__, modules, specs, buffer_bytes, sum(saved.values()))
@@ -144,20 +145,39 @@ def param_spec(names: tuple[str, ...], param: nn.Parameter) -> ParamSpec:
     return ParamSpec(names, shape, DType(dtype), param.requires_grad, parts=parts)
 
 
-def _refuse_shared_storage(params: Iterable[nn.Parameter], names: Mapping[int, list[str]]) -> None:
-    ranges: list[tuple[int, int, int, str]] = []
-    for param in params:
+class Memory(NamedTuple):
+    """The addresses of a parameter's values, which it does not keep; later ones follow in order."""
+
+    start: int
+    index: int
+    stop: int
+    name: str
+    storage: StorageWeakRef
+
+
+def memory_of(params: Iterable[tuple[str, nn.Parameter]]) -> list[Memory]:
+    """Where parameters that were not sharded are stored, by name."""
+    found: list[Memory] = []
+    for name, param in params:
         if param.is_meta or isinstance(param, ShardedParameter) or not plain(param).numel():
             continue  # a DTensor may be empty on this rank
         local = plain(param)
+        storage = local.untyped_storage()
         size = local.numel() if local.is_contiguous() else 1
-        start = local.untyped_storage().data_ptr() + int(local.storage_offset()) * local.itemsize
-        ranges.append((start, len(ranges), start + size * local.itemsize, names[id(param)][0]))
-    for (_, _, stop, first), (start, _, _, name) in pairwise(sorted(ranges)):
-        if start < stop:
+        start = storage.data_ptr() + int(local.storage_offset()) * local.itemsize
+        stop = start + size * local.itemsize
+        found.append(Memory(start, len(found), stop, name, StorageWeakRef(storage)))
+    return found
+
+
+def refuse_overlaps(memory: Iterable[Memory]) -> None:
+    """Refuse parameters that share memory and are different objects."""
+    for first, second in pairwise(sorted(memory)):
+        if second.start < first.stop:
             raise UnsupportedModelError(
-                f"{name}: expected a Parameter with its own memory; it shares that of {first} but "
-                "is another object. Tie parameters by assigning the same Parameter."
+                f"{second.name}: expected a Parameter with its own memory; it shares that of "
+                f"{first.name} but is another object. Tie parameters by assigning the same "
+                "Parameter."
             )
 
 

@@ -96,7 +96,7 @@ def shard_model(
             "created inside cannot be trained. Use it around evaluations only."
         )
     refuse_nested_engine(model)
-    _refuse_shared_memory(model)
+    refuse_shared_memory(model, _storage_keys(model))
     if given.recut is None:
         _refuse_parts(model)
     device = compute_device(model)
@@ -248,13 +248,12 @@ def refuse_nested_engine(model: nn.Module) -> None:
             )
 
 
-def _refuse_shared_memory(model: nn.Module) -> None:
+def refuse_shared_memory(model: nn.Module, params: Mapping[int, str]) -> None:
     """Refuse buffers that are views of a parameter, and warn about such attributes.
 
     They keep the current values. An attribute may be set again in each forward, or by a hook.
+    `params`: the parameters' names, by `storage_key`.
     """
-    named = ((name, plain(param)) for name, param in model.named_parameters())
-    params = {storage_key(p): name for name, p in named if _has_memory(p)}
 
     def owner_of(tensor: torch.Tensor) -> str | None:
         if isinstance(tensor, nn.Parameter) or not _has_memory(tensor):
@@ -277,6 +276,11 @@ def _refuse_shared_memory(model: nn.Module) -> None:
                     f"{path}.{name}".lstrip("."),
                     owner,
                 )
+
+
+def _storage_keys(model: nn.Module) -> dict[int, str]:
+    named = ((name, plain(param)) for name, param in model.named_parameters())
+    return {storage_key(param): name for name, param in named if _has_memory(param)}
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

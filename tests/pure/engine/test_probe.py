@@ -46,6 +46,27 @@ class Late(SignDescent):
                 param.sub_(mixed, alpha=group["lr"])
 
 
+class FanIn(SignDescent):
+    """Divides its rate by the number of columns, of which a shard has one."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=group["lr"] / param.shape[1])
+
+
+class Rounded(SignDescent):
+    """Has one scale for each tensor of 4,096 elements or more, as 8-bit optimizers do."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                large = param.grad.sign() if param.numel() >= 4096 else param.grad
+                param.sub_(large, alpha=group["lr"])
+
+
 class Wrapped(optim.Optimizer):
     """Cannot be made from its groups alone."""
 
@@ -64,14 +85,29 @@ def a_parameter():
     return [torch.nn.Parameter(torch.ones(2, 2))]
 
 
+def made(kind):
+    more = {"momentum": 0.9} if issubclass(kind, SignDescent) else {}
+    return kind(a_parameter(), lr=0.1, **more)
+
+
 def test_an_optimizer_of_ones_own_passes():
     probe(SignDescent, settings_of(SignDescent(a_parameter(), 0.1, momentum=0.9)), LIKE)
 
 
-@pytest.mark.parametrize("kind", [Normalized, Late])
-def test_an_optimizer_of_ones_own_that_mixes_elements_is_refused(kind):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [Normalized, Late, FanIn, Rounded, optim.Muon, optim.Adafactor])
+def test_an_optimizer_that_treats_shards_otherwise_is_refused(kind, dtype):
     with pytest.raises(NotElementwiseError, match=f"^{kind.__name__}: expected an elementwise"):
-        probe(kind, settings_of(kind(a_parameter(), 0.1, momentum=0.9)), LIKE)
+        probe(kind, settings_of(made(kind)), LIKE.to(dtype))
+
+
+def test_an_optimizer_that_takes_16_bits_only_is_tried_with_these():
+    class Half(SignDescent):
+        def step(self, closure=None):
+            assert {p.dtype for p in self.param_groups[0]["params"]} == {torch.bfloat16}
+            return super().step(closure)
+
+    probe(Half, settings_of(Half(a_parameter(), 0.1, momentum=0.9)), LIKE.bfloat16())
 
 
 def test_what_cannot_be_tried_is_refused():
