@@ -199,7 +199,7 @@ def aliased(kind):
     net = layers()
     weight = net[1].weight
     if kind == "parameter":
-        net[2].weight = nn.Parameter(weight.data)
+        net[2].weight = nn.Parameter(weight.data.view(-1)[4:].view(4, 4))
     elif kind == "part":
         net[2].bias = nn.Parameter(weight.data.view(-1)[:4])
     else:
@@ -211,13 +211,17 @@ def aliased(kind):
 def test_parameters_and_buffers_on_the_memory_of_another_are_refused():
     for kind in ("parameter", "part", "buffer"):
         ours, theirs = aliased(kind), FSDP(aliased(kind), auto_wrap_policy=always_wrap_policy)
+        apart = aliased("parameter")
+        apart = FSDP(apart, ignored_states=[apart[2].weight])
         for layer in ours:
             fully_shard(layer)
-        for model in (fully_shard(ours), theirs):
+        for model in (fully_shard(ours), theirs, apart):
             with pytest.raises(
                 UnsupportedModelError, match=r"^2\.\w+: expected a .* own memory.*1\.weight"
             ):
                 model(torch.ones(2, 4))
+    with pytest.raises(UnsupportedModelError, match=r"^2\.weight: expected a .* own memory"):
+        fs.shard(aliased("parameter"), ignore=["2.weight"])
     net = layers()
     before = net.state_dict()  # on the memory of the parameters, and no part of the model
     step(fully_shard(net), torch.optim.SGD(net.parameters(), lr=0.1))

@@ -177,11 +177,9 @@ def mark(module: nn.Module, wrapped: Wrapped) -> None:
             record.around = lambda: wrapped.module()
     before = partial(call_outside_compile, _before_forward)
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    ignored = ignored_ids(module)
-    params = nn.Module.named_parameters(module)
-    wrapped.memory = memory_of(
-        (n, p) for n, p in params if type(p) is nn.Parameter and id(p) not in ignored
-    )
+    named = nn.Module.named_parameters(module)
+    whole = [(name, param) for name, param in named if type(param) is nn.Parameter]
+    wrapped.memory = memory_of(whole, names_in(module, ignored_ids(module)))
     cut(module, wrapped)
 
 
@@ -341,14 +339,15 @@ def build(root: nn.Module) -> Engine:
 
 def _refuse_aliases(root: nn.Module, units: Mapping[str, Wrapped]) -> None:
     """Refuse parameters and buffers that shared the memory of a parameter when it was cut."""
-    memory = [
-        one._replace(name=clean_name(f"{unit}.{one.name}".lstrip(".")))
-        for unit, wrapped in units.items()
-        for one in wrapped.memory
-        if not one.storage.expired()  # else nothing but the parameter used it
-    ]
-    refuse_overlaps(memory)
-    refuse_shared_memory(root, {one.storage.cdata: one.name for one in memory})
+    by_storage: dict[int, list[Memory]] = {}
+    for unit, wrapped in units.items():
+        for one in wrapped.memory:
+            named = one._replace(name=clean_name(f"{unit}.{one.name}".lstrip(".")))
+            by_storage.setdefault(one.storage.cdata, []).append(named)
+    for memory in by_storage.values():
+        refuse_overlaps(memory)
+    cut_ones = (one for memory in by_storage.values() for one in memory if one.is_cut)
+    refuse_shared_memory(root, {one.storage.cdata: one.name for one in cut_ones})
 
 
 def _order_of(units: Mapping[str, Wrapped]) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from fullshard.config.values import DType, nearest
@@ -69,7 +70,9 @@ def spec_of(
     found = (param_spec(tuple(names[key]), params[key]) for key in names)
     of = parts or {}
     specs = tuple(replace(p, mesh=meshes.get(p.name), parts=of.get(p.name, p.parts)) for p in found)
-    refuse_overlaps(memory_of((names[key][0], param) for key, param in params.items()))
+    places = nn.Module.named_parameters(model)
+    known = [(n, p) for n, p in places if id(p) in names or type(p) is nn.Parameter]
+    refuse_overlaps(memory_of(known, {n for n, p in known if id(p) not in names}))
     buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
     saved = {id(b): b.nbytes for module in model.modules() for b in saved_buffers(module)}
     return ModelSpec(type(model).__name__, modules, specs, buffer_bytes, sum(saved.values()))
@@ -146,34 +149,43 @@ def param_spec(names: tuple[str, ...], param: nn.Parameter) -> ParamSpec:
 
 
 class Memory(NamedTuple):
-    """The addresses of a parameter's values, which it does not keep; later ones follow in order."""
+    """Addresses of a parameter's values, in the order for sorting; does not keep the memory."""
 
     start: int
-    index: int
+    param: int  # its id
     stop: int
     name: str
+    is_cut: bool
     storage: StorageWeakRef
 
 
-def memory_of(params: Iterable[tuple[str, nn.Parameter]]) -> list[Memory]:
-    """Where parameters that were not sharded are stored, by name."""
+def memory_of(
+    params: Iterable[tuple[str, nn.Parameter]], ignored: Container[str] = ()
+) -> list[Memory]:
+    """Where parameters are stored that are not shards, by name; `ignored`: those not to be cut."""
     found: list[Memory] = []
     for name, param in params:
-        if param.is_meta or isinstance(param, ShardedParameter) or not plain(param).numel():
-            continue  # a DTensor may be empty on this rank
         local = plain(param)
+        if param.is_meta or isinstance(param, ShardedParameter) or not has_memory(local):
+            continue  # a DTensor may be empty on this rank
         storage = local.untyped_storage()
-        size = local.numel() if local.is_contiguous() else 1
         start = storage.data_ptr() + int(local.storage_offset()) * local.itemsize
-        stop = start + size * local.itemsize
-        found.append(Memory(start, len(found), stop, name, StorageWeakRef(storage)))
+        stop = start + (local.numel() if local.is_contiguous() else 1) * local.itemsize
+        is_cut, memory = name not in ignored, StorageWeakRef(storage)
+        found.append(Memory(start, id(param), stop, name, is_cut, memory))
     return found
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has values with addresses."""
+    return not is_lazy(tensor) and tensor.layout is torch.strided and tensor.numel() > 0
+
+
 def refuse_overlaps(memory: Iterable[Memory]) -> None:
-    """Refuse parameters that share memory and are different objects."""
+    """Refuse different parameters that share memory, if one is cut."""
     for first, second in pairwise(sorted(memory)):
-        if second.start < first.stop:
+        is_other = first.param != second.param and (first.is_cut or second.is_cut)
+        if is_other and second.start < first.stop:
             raise UnsupportedModelError(
                 f"{second.name}: expected a Parameter with its own memory; it shares that of "
                 f"{first.name} but is another object. Tie parameters by assigning the same "

@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import TransportKind, WrapKind
@@ -22,7 +21,13 @@ from fullshard.engine.cuts import check_cuts
 from fullshard.engine.engine import ATTRIBUTE, NO_DDP, Engine, engine_of
 from fullshard.engine.homes import DeviceHomes, compute_device
 from fullshard.engine.initial import InitialValues, place_others
-from fullshard.engine.model_spec import NO_MESHES, chosen_modules, places_of, spec_of
+from fullshard.engine.model_spec import (
+    NO_MESHES,
+    chosen_modules,
+    has_memory,
+    places_of,
+    spec_of,
+)
 from fullshard.engine.optimizers import WATCHED
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.placing import Masters
@@ -256,7 +261,7 @@ def refuse_shared_memory(model: nn.Module, params: Mapping[int, str]) -> None:
     """
 
     def owner_of(tensor: torch.Tensor) -> str | None:
-        if isinstance(tensor, nn.Parameter) or not _has_memory(tensor):
+        if isinstance(tensor, nn.Parameter) or not has_memory(tensor):
             return None
         return params.get(storage_key(plain(tensor)))
 
@@ -280,11 +285,7 @@ def refuse_shared_memory(model: nn.Module, params: Mapping[int, str]) -> None:
 
 def _storage_keys(model: nn.Module) -> dict[int, str]:
     named = ((name, plain(param)) for name, param in model.named_parameters())
-    return {storage_key(param): name for name, param in named if _has_memory(param)}
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    return not is_lazy(tensor) and tensor.layout is torch.strided and tensor.numel() > 0
+    return {storage_key(param): name for name, param in named if has_memory(param)}
 
 
 def _refuse_parts(model: nn.Module) -> None:
