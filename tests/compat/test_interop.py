@@ -201,7 +201,7 @@ def aliased(kind):
     if kind == "parameter":
         net[2].weight = nn.Parameter(weight.data.view(-1)[4:].view(4, 4))
     elif kind == "part":
-        net[2].bias = nn.Parameter(weight.data.view(-1)[:4])
+        net[2].bias = nn.Parameter(weight.data.view(-1)[4:8])
     else:
         net[2].register_buffer("now", weight.detach())
     return net

@@ -152,9 +152,10 @@ class Memory(NamedTuple):
     """Addresses of a parameter's values, in the order for sorting; does not keep the memory."""
 
     start: int
-    param: int  # its id
+    index: int  # of the parameter in its model
     stop: int
     name: str
+    param: int  # its id
     is_cut: bool
     storage: StorageWeakRef
 
@@ -172,7 +173,7 @@ def memory_of(
         start = storage.data_ptr() + int(local.storage_offset()) * local.itemsize
         stop = start + (local.numel() if local.is_contiguous() else 1) * local.itemsize
         is_cut, memory = name not in ignored, StorageWeakRef(storage)
-        found.append(Memory(start, id(param), stop, name, is_cut, memory))
+        found.append(Memory(start, len(found), stop, name, id(param), is_cut, memory))
     return found
 
 
