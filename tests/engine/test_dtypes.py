@@ -127,7 +127,11 @@ def test_bf16_masters_accumulate_in_float32(strategy):
 
 def test_floating_point_buffers_alone_are_cast():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[0].register_buffer("mean", model[1].running_mean)
+    model[0].register_buffer("part", model[1].running_mean[2:])
     fs.shard(model, buffer_dtype="fp64", wrap="none")
+    model[1].running_mean.fill_(3.0)
+    assert (model[0].mean.sum(), model[0].part.sum()) == (12.0, 6.0)  # still on one memory
     assert model[1].running_mean.dtype is torch.float64
     assert model[1].num_batches_tracked.dtype is torch.int64
     assert {param.dtype for param in model.parameters()} == {FP32}

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fullshard.config.schema import ShardConfig
-from fullshard.engine._torch_compat import tree_map_only
+from fullshard.engine._torch_compat import storage_key, tree_map_only
 from fullshard.planner.spec import matches, parent_name
 from fullshard.transport.base import torch_dtype
 
@@ -39,11 +39,12 @@ def apply_dtypes(model: nn.Module, config: ShardConfig) -> None:
     """Cast buffers, and the inputs and outputs of float32 modules."""
     roots = fp32_roots(model, config.fp32_modules)
     if config.buffer_dtype is not None:
-        dtype = torch_dtype(config.buffer_dtype)
+        whole: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         for name, module in model.named_modules():
             for leaf, buffer in module._buffers.items():
                 if buffer is not None and not matches(name, config.fp32_modules):
-                    module._buffers[leaf] = _cast(dtype, buffer)
+                    dtype = torch_dtype(config.buffer_dtype)
+                    module._buffers[leaf] = _cast_alike(dtype, buffer, whole)
     compute = config.param_dtype or config.master_dtype
     if compute is None:
         return
@@ -53,6 +54,19 @@ def apply_dtypes(model: nn.Module, config: ShardConfig) -> None:
             module = model.get_submodule(name)
             module.register_forward_pre_hook(_to_float32, with_kwargs=True)
             module.register_forward_hook(partial(cast_output, low))
+
+
+def _cast_alike(
+    dtype: torch.dtype, buffer: torch.Tensor, whole: dict[tuple[int, torch.dtype], torch.Tensor]
+) -> torch.Tensor:
+    """Cast a buffer; buffers that are views of one memory stay so. `whole`: the memories cast."""
+    if not buffer.is_floating_point() or buffer.dtype is dtype:
+        return buffer
+    key = storage_key(buffer), buffer.dtype
+    if key not in whole:
+        size = buffer.untyped_storage().nbytes() // buffer.itemsize
+        whole[key] = buffer.as_strided((size,), (1,), 0).to(dtype)
+    return whole[key].as_strided(buffer.shape, buffer.stride(), buffer.storage_offset())
 
 
 def _to_float32(_: nn.Module, args: Any, kwargs: Any) -> Any:
