@@ -152,7 +152,7 @@ class Memory(NamedTuple):
     """Addresses of a parameter's values, in the order for sorting; does not keep the memory."""
 
     start: int
-    index: int  # of the parameter in its model
+    place: int  # of the parameter in its model
     stop: int
     name: str
     param: int  # its id
