@@ -410,6 +410,14 @@ def test_adapters_of_experts_are_refused():
         add_adapters(model, LoraConfig(r=2))
 
 
+def test_adapters_of_an_embedding_are_refused():
+    pytest.importorskip("peft")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small_config(**SIZES))
+    with pytest.raises(ConfigError, match=r"peft adds \S+lora_embedding_A\S+, which is not yet"):
+        add_adapters(model, LoraConfig(target_modules=("embed_tokens",)))
+
+
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "adapted"])
 def test_experts_that_no_axis_divides_are_refused(is_tied):
     with torch.device("meta"):

@@ -115,6 +115,24 @@ def test_adapters_replace_older_ones_as_a_whole(tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"adapter", "model"}
 
 
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")  # peft corrects it
+@pytest.mark.parametrize("name", ["untied llama", "gpt2"])
+def test_merged_weights_are_those_that_peft_computes(name, tmp_path):
+    config, tokenizer, model = made(name)
+    lora = LoraConfig(r=2, lora_alpha=3)
+    add_adapters(model, lora)
+    layers = {n: m for n, m in model.named_modules() if hasattr(m, "get_delta_weight")}
+    for layer in layers.values():
+        torch.nn.init.normal_(layer.lora_B["default"].weight)
+    wanted = {n: m.base_layer.weight + m.get_delta_weight("default") for n, m in layers.items()}
+    adapters = Adapters(lora, None, tmp_path / "adapter")
+    save_model(fs.shard(model), config, tokenizer, tmp_path / "model", adapters)
+    found = load_file(tmp_path / "model" / "model.safetensors")
+    assert wanted
+    for layer, weight in wanted.items():
+        torch.testing.assert_close(found[f"{layer}.weight"], weight)
+
+
 def on_a_rank(folder, cap):
     config, tokenizer, model = made("mixture of experts")
     if dist.get_rank() == 0:

@@ -30,6 +30,8 @@ def run(tmp_path_factory, fullshard):
     folder = tmp_path_factory.mktemp("settings")
     (folder / "text.txt").write_text(seeded_text(300))
     (folder / "config.yaml").write_text(CONFIG.format(folder=folder))
+    (folder / "run" / "report.html").mkdir(parents=True)  # the page cannot be written
+    (folder / "run" / "run.json").write_text('{"status": "failed"}')  # of a run that resumes
     done = fullshard("train", folder / "config.yaml", code=0)
     return done, folder / "run"
 
@@ -46,6 +48,12 @@ def test_the_run_ends_early_is_finished_and_says_so(run, fullshard):
     assert "after step 6" in done.out
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000006"]
     fullshard("train", folder.parent / "config.yaml", "--dry-run", code=0)
+
+
+def test_a_finished_run_whose_page_cannot_be_written_says_so(run):
+    done, folder = run
+    assert "no page of the run" in done.out
+    assert json.loads((folder / "run.json").read_text())["exit_code"] == 0
 
 
 def test_tf32_sets_the_precision_of_float32_matrix_products(run):

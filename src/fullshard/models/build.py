@@ -348,7 +348,7 @@ def save_model(
     source = live_source(model)
     if adapters is not None:
         _save_adapters(engine, source, adapters)
-        source = merged(source, adapters.lora)
+        source = merged(source, adapters.lora, model)
     # config.json names the dtype of the weights, in which readers load them.
     shell = cast("PreTrainedModel", build_on_meta(config, next(model.parameters()).dtype))
     aside = Paths(folder, IN_RUN).aside

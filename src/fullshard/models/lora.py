@@ -4,7 +4,7 @@ weight of the folder  (out, in)     frozen, read by each rank's byte ranges
 lora_A                (r, in)       uniform within 1 / sqrt(in), the same on every rank
 lora_B                (out, r)      zeros: training begins at the folder's model
 
-merged weight = weight + lora_alpha / r * lora_B @ lora_A
+merged weight = weight + lora_alpha / r * lora_B @ lora_A, transposed if the weight is (in, out)
 """
 
 from __future__ import annotations
@@ -66,6 +66,9 @@ def add_adapters(model: nn.Module, lora: LoraConfig) -> None:
         peft.inject_adapter_in_model(peft_config(lora), model)
         if any(type(module).__name__ == "ParamWrapper" for module in model.modules()):
             raise ValueError("peft adapts experts too, which is not yet supported")
+        added = (name for name, _ in model.named_parameters() if ".lora_" in name)
+        if other := next((name for name in added if not _is_adapter(name)), None):
+            raise ValueError(f"peft adds {other}, which is not yet supported")
     except ValueError as error:
         got = ", ".join(lora.target_modules) or "all-linear"
         raise ConfigError(
@@ -124,8 +127,14 @@ def adapters_of(source: Source) -> dict[str, Entry]:
     return {name: entry for name, entry in source.tensors.items() if _A in name or _B in name}
 
 
-def merged(source: Source, lora: LoraConfig) -> Source:
-    """The model with its adapters merged; each weight is merged when it is read."""
+def merged(source: Source, lora: LoraConfig, model: nn.Module) -> Source:
+    """The model with its adapters merged; each weight is merged when it is read.
+
+    Args:
+        source: State of the model, with its adapters.
+        lora: Configuration of the adapters.
+        model: The model, whose layers know how their weights lie: those of GPT-2 are (in, out).
+    """
     whole: dict[str, Entry] = {}
     scale = lora.lora_alpha / lora.r
     for name, entry in source.tensors.items():
@@ -134,15 +143,17 @@ def merged(source: Source, lora: LoraConfig) -> Source:
         if name.endswith(f"{_BASE}weight"):
             path = name.removesuffix(f"{_BASE}weight")
             a, b = (source.tensors[f"{path}{part}{ADAPTER}.weight"] for part in (_A, _B))
-            entry = replace(entry, load=partial(_merged, entry, a, b, scale))
+            flips = bool(getattr(model.get_submodule(path), "fan_in_fan_out", False))
+            entry = replace(entry, load=partial(_merged, entry, a, b, scale, flips=flips))
         whole[name.replace(_BASE, ".")] = entry
     tied = {one.replace(_BASE, "."): two.replace(_BASE, ".") for one, two in source.tied.items()}
     return replace(source, tensors=whole, tied=tied)
 
 
-def _merged(base: Entry, a: Entry, b: Entry, scale: float) -> torch.Tensor:
+def _merged(base: Entry, a: Entry, b: Entry, scale: float, *, flips: bool) -> torch.Tensor:
     weight = base.read()
-    return weight + scale * (b.read().to(weight.dtype) @ a.read().to(weight.dtype))
+    change = scale * (b.read().to(weight.dtype) @ a.read().to(weight.dtype))
+    return weight + (change.T if flips else change)
 
 
 def save_adapters(

@@ -332,9 +332,10 @@ def plan_steps(
         training.evaluates, training.eval_steps or training.logging_steps, order, num_steps
     )
     save_every = _interval(training.saves, training.save_steps or SAVE_STEPS, order, num_steps)
+    warmup = warmup_steps(training.warmup_steps, training.warmup_ratio, num_steps)
     return StepPlan(
         num_steps,
-        warmup_steps(training.warmup_steps, training.warmup_ratio, num_steps),
+        0 if training.lr_scheduler_type is LrSchedule.CONSTANT else warmup,
         _steps(training.logging_steps, num_steps),
         eval_every or 0,
         save_every,

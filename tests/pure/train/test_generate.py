@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from fullshard.cli.generate import _read_prompts
+from fullshard.cli.generate import _carry_out, _read_prompts
 from fullshard.errors import ConfigError, DivergedError
 from fullshard.models.generate import Sampler, SamplingSettings, model_folder_of
 from support.sizes import sizes_of
@@ -105,6 +105,15 @@ def test_a_prompt_that_sets_what_options_set_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "id": 1, "temperature": 0}')
     with pytest.raises(ConfigError, match="temperature in a row; options set it for all"):
         _read_prompts(tmp_path / "a.jsonl")
+
+
+def test_a_launcher_with_another_number_of_ranks_is_refused(monkeypatch):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    for name in ("RANK", "LOCAL_RANK", "GROUP_RANK"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(ConfigError, match=r"--num-processes: expected 2, .*, got 3\."):
+        _carry_out(TOKENIZER, 3)
 
 
 def test_drawn_tokens_follow_from_the_seed(model):

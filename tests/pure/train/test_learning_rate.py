@@ -1,11 +1,15 @@
 """Learning rates against transformers' own schedulers."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from transformers import get_scheduler
 
+from fullshard.config.schema import TrainingConfig
 from fullshard.config.values import LrSchedule
-from fullshard.run.optim import Schedule, warmup_steps
+from fullshard.run.optim import Schedule, plan_steps, warmup_steps
 
 
 @pytest.mark.parametrize("kind", list(LrSchedule))
@@ -26,3 +30,12 @@ def test_schedule_is_that_of_transformers(kind, num_warmup, num_steps):
 )
 def test_warmup_is_counted_in_steps_or_as_a_share(warmup, ratio, expected):
     assert warmup_steps(warmup, ratio, 101) == expected
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("constant", 0), ("linear", 3)])
+def test_a_constant_rate_counts_no_steps_of_warmup(kind, expected):
+    facts: Any = SimpleNamespace(
+        num_train_sequences=64, mixture=(), shuffle_buffer=0, fingerprint=""
+    )
+    training = TrainingConfig(lr_scheduler_type=kind, warmup_steps=3, max_steps=9)
+    assert plan_steps(training, facts, num_batches=2).num_warmup_steps == expected
