@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fullshard.compat.errors import MisuseError, MisuseValueError
 from fullshard.compat.wrapping import (
+    before_use,
     cut,
     engine_for,
     has_meta,
@@ -257,15 +258,15 @@ class _Source:
         self.rows: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self.seen: dict[str, tuple[Any, int]] = {}
 
+    def name_of(self, row: FollowingRows) -> str:
+        """The name of the weight of a row."""
+        return next(name for name, one in self.rows.items() if one is row)
+
     def fits(self, shards: Mapping[str, Any]) -> bool:
-        """Whether its rows are of these shards, and were not written."""
+        """Whether its rows are of these shards."""
         own = {shard.record.piece.name: shard for shard in shards.values()}
-        return all(
-            own.get(name) is self.shards[name]
-            and own[name].dtype is row.dtype
-            and self._versions(name)[1] == self.seen[name][1]
-            for name, row in list(self.rows.items())
-        )
+        rows = list(self.rows.items())
+        return all(own.get(n) is self.shards[n] and own[n].dtype is row.dtype for n, row in rows)
 
     def take(self, shards: Mapping[str, Any], values: dict[str, Any]) -> dict[str, Any]:
         """Rows with these values; hooks may have dropped some rows of the last state dict."""
@@ -287,52 +288,99 @@ class _Source:
         engine = None if module is None else record_of(module).engine_ref()
         home = None if engine is None else engine.home  # fused steps and `p.data.mul_` count here
         known = id(home), getattr(home, "num_writes", 0), self.shards[name]._version
-        return known, row._version + _LOCAL.__get__(row)._version
+        return known, _num_writes(row)
 
-    def update(self, row: FollowingRows) -> None:
-        """Reads all rows again if the weight of this one has changed."""
-        module = self.module()
-        name = next(name for name, one in self.rows.items() if one is row)
-        if module is None or self._versions(name)[0] == self.seen[name][0]:
-            return
-        for name in list(self.rows):
-            if self._versions(name)[1] != self.seen[name][1]:
+    def _written(self) -> list[str]:
+        """Rows that were written and not loaded.
+
+        Raises:
+            MisuseError: Their weights were written too.
+        """
+        written = [n for n in list(self.rows) if self._versions(n)[1] != self.seen[n][1]]
+        for name in written:
+            if self._versions(name)[0] != self.seen[name][0]:
                 raise MisuseError(
                     f"{name}: expected load_state_dict() of a state dict that was written, since "
                     "its tensors are copies here; it was not called before the weights changed. "
                     "Call model.load_state_dict(state_dict) after reading a checkpoint into it."
                 )
+        return written
+
+    def settle(self) -> None:
+        """Loads rows that were written: those of torch's FSDP2 are the weights. A collective."""
+        if self.module() is not None and self._written():
+            values = {name: FollowingRows.plain(row) for name, row in self.rows.items()}
+            self.loaded(values)
+            with torch.no_grad():
+                for name, value in values.items():
+                    self.shards[name].copy_(_part(self.shards[name], value.full_tensor()))
+
+    def update(self, row: FollowingRows) -> None:
+        """Reads all rows again if the weight of this one has changed."""
+        module = self.module()
+        name = self.name_of(row)
+        if module is None or self._versions(name)[0] == self.seen[name][0] or self._written():
+            return
         engine = engine_for(module)
         for name, whole in whole_params(engine, self.shards):
             if name in self.rows:
                 _LOCAL.__get__(self.rows[name]).copy_(rows_of(engine, whole, self.mesh).to_local())
                 self.seen[name] = self._versions(name)
 
-    def loaded(self) -> None:
+    def loaded(self, names: Iterable[str]) -> None:
         """Takes rows that were written as read into the model."""
-        self.seen = {n: (self.seen[n][0], self._versions(n)[1]) for n in list(self.rows)}
+        self.seen.update({name: (self.seen[name][0], self._versions(name)[1]) for name in names})
 
 
-_LAST: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+# By module, its last source, and its rows until the next forward or step: they may be dropped
+# after they were written.
+_LAST: WeakKeyDictionary[nn.Module, tuple[Any, list[Any]]] = WeakKeyDictionary()
+_GIVEN: WeakKeyDictionary[Optimizer, list[tuple[DTensor, int]]] = WeakKeyDictionary()
+
+
+def settle() -> None:
+    """Loads rows of weights that were written; other rows may go. A collective."""
+    for source, kept in list(_LAST.values()):
+        if source() is not None:
+            source().settle()
+        kept.clear()
+    for given in list(_GIVEN.values()):
+        given[:] = [(row, seen) for row, seen in given if _num_writes(row) != seen]
+
+
+def _num_writes(row: DTensor) -> int:
+    return row._version + _LOCAL.__get__(row)._version
+
+
+def _check_given(optimizer: Optimizer) -> None:
+    settle()
+    if _GIVEN.pop(optimizer, ()):
+        raise MisuseError(
+            "optimizer.step: expected load_state_dict() of the optimizer's state dict, since its "
+            "tensors are copies here and were written; it was not called. Call optimizer."
+            "load_state_dict() or set_optimizer_state_dict() after reading a checkpoint into it."
+        )
 
 
 def _follow(
     module: nn.Module, mesh: Any, shards: Mapping[str, Any], values: dict[str, Any]
 ) -> dict[str, Any]:
     """Rows that follow: those of the last state dict while it is kept, as torch's share memory."""
-    source = _LAST.get(module, lambda: None)()
+    source = _LAST[module][0]() if module in _LAST else None
     if source is None or source.mesh is not mesh or not source.fits(shards):
         source = _Source(module, mesh)
-        _LAST[module] = weakref.ref(source)
-    return source.take(shards, values)
+    values = source.take(shards, values)
+    _LAST[module] = weakref.ref(source), list(source.rows.values())
+    return values
 
 
 def unfollowed(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict to load, of rows as they are before the first weight changes."""
     rows = {key: value for key, value in state.items() if isinstance(value, FollowingRows)}
     plain = {key: value.plain() for key, value in rows.items()}
-    for source in {_SOURCES[value] for value in rows.values() if value in _SOURCES}:
-        source.loaded()
+    for value in rows.values():
+        if value in _SOURCES:
+            _SOURCES[value].loaded([_SOURCES[value].name_of(value)])
     return {**state, **plain}
 
 
@@ -667,7 +715,12 @@ def _engines(model: nn.Module) -> list[Engine]:
 # ---- optimizers whose own state dicts contain rows
 
 
-def show_rows(module: nn.Module, when: Callable[[], bool] = lambda: True) -> None:
+def always() -> bool:
+    """Whether a state dict shows rows, which those of torch's FSDP2 always do."""
+    return True
+
+
+def show_rows(module: nn.Module, when: Callable[[], bool] = always) -> None:
     """Makes `Optimizer.state_dict()` return DTensors of rows for a marked module's parameters.
 
     Args:
@@ -680,6 +733,8 @@ def show_rows(module: nn.Module, when: Callable[[], bool] = lambda: True) -> Non
             setattr(param, _ROWS, rows)
     if _listen not in WATCHED.callbacks:
         WATCHED.callbacks.append(_listen)
+        WATCHED.before_step.append(_check_given)
+        before_use.append(settle)
     WATCHED.add(module)
 
 
@@ -704,6 +759,7 @@ def _give_rows(optimizer: Optimizer, state: States) -> States:
         return state
     shown: States = dict(state["state"])
     engines: dict[_Rows, Engine | None] = {}
+    given = _GIVEN.setdefault(optimizer, [])
     for number, param in _numbered(optimizer):
         rows: _Rows | None = getattr(param, _ROWS, None)
         if rows is None or number not in shown:
@@ -716,11 +772,15 @@ def _give_rows(optimizer: Optimizer, state: States) -> States:
         if engine is not None:
             wanted, values = Wanted(StateDictType.SHARDED_STATE_DICT), shown[number].items()
             shown[number] = {key: _convert(value, engine, wanted) for key, value in values}
+            if rows[1] is always:
+                rowed = [v for v in shown[number].values() if isinstance(v, DTensor)]
+                given += [(row, _num_writes(row)) for row in rowed]
     return {**state, "state": shown}
 
 
 def _take_rows(optimizer: Optimizer, state: States) -> States:
     """Copies this rank's parts of the states."""
+    _GIVEN.pop(optimizer, None)
     params = [param for _, param in _numbered(optimizer)]
     keys = [key for group in state["param_groups"] for key in group["params"]]  # numbers or names
     param_of = dict(zip(keys, params, strict=False))  # torch's load goes by position too
