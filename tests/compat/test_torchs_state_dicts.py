@@ -289,22 +289,33 @@ def test_a_state_dict_and_weights_that_were_both_written_are_an_error():
             read()
 
 
-@on_ranks(2)
-def test_states_of_an_optimizer_that_were_written_are_loaded_before_a_step():
-    model, optimizer, _ = kept_run()
-    state = optimizer.state_dict()
-    step(model, optimizer)  # those that were not written are forgotten
-    state["state"][0]["exp_avg"].zero_()
+def states_of(model, optimizer, kept):
+    """Reads a kept state dict after a step, and writes it before the next one."""
     step(model, optimizer)
-    optimizer.state_dict()["state"][0]["exp_avg"].zero_()
-    with pytest.raises(MisuseError, match="expected load_state_dict.. of the optimizer's"):
+    yield from (value for entry in kept.values() for value in entry.values())
+    for entry in kept.values():
+        entry["exp_avg"].mul_(0.5)
+        entry["step"].add_(1)
+    step(model, optimizer)
+    yield from optimizer.state_dict()["state"][0].values()
+
+
+@pytest.mark.parametrize("kernel", ["foreach", "fused"])
+@pytest.mark.parametrize("by_torch", [True, False])
+@on_ranks(3)
+def test_a_kept_state_dict_of_an_optimizer_is_its_states_as_torchs_is(kernel, by_torch):
+    found = []
+    for shard in (fully_shard, torchs_fully_shard):
+        model, _ = start(shard)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1, **{kernel: True})
         step(model, optimizer)
-    state = optimizer.state_dict()
-    state["state"][0]["exp_avg"].zero_()
-    optimizer.load_state_dict(state)
-    model.zero_grad()
-    optimizer.step()
-    assert not optimizer.state_dict()["state"][0]["exp_avg"].full_tensor().any()
+        states = (
+            get_optimizer_state_dict(model, optimizer) if by_torch else optimizer.state_dict()
+        )["state"]
+        values = states_of(model, optimizer, states)
+        found.append([v.full_tensor() if isinstance(v, DTensor) else v for v in values])
+    for ours, torchs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, torchs)
 
 
 @on_ranks(2)
