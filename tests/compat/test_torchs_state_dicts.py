@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor
 
 from fullshard.compat.errors import MisuseError
@@ -221,16 +222,100 @@ def test_a_kept_state_dict_follows_the_weights_as_torchs_do(tmp_path, kernel):
         assert torch.equal(again[name].full_tensor(), param.full_tensor()), name
 
 
-@on_ranks(2)
-def test_a_state_dict_that_was_written_and_not_loaded_is_an_error():
-    model, optimizer, state = kept_run()
-    for value in state.values():
-        value.zero_()
-    for name, value in model.state_dict().items():
-        assert torch.equal(value.full_tensor(), model.get_parameter(name).full_tensor())
+def start(shard, seed=0):
+    torch.manual_seed(seed)
+    model = ToyModel()
+    shard(model.net1)
+    shard(model)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def read_and_dropped(shard, folder):
+    """A checkpoint is read into a state dict, which is dropped without `load_state_dict`."""
+    model, optimizer = start(shard, seed=1)
+    load({"model": model.state_dict()}, folder)
+    yield model
     step(model, optimizer)
-    with pytest.raises(MisuseError, match="it was not called before the weights changed"):
-        state["net1.weight"].full_tensor()
+    yield model
+
+
+def resumed(shard, folder):
+    """`set_state_dict` steps an optimizer without states, with lr 0, before it loads weights."""
+    model, optimizer = start(shard, seed=1)
+    weights, states = get_state_dict(model, optimizer)
+    load({"model": weights}, folder)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+    step(model, optimizer)
+    yield model
+
+
+def changed_in_place(shard, _):
+    model, optimizer = start(shard)
+    state = model.state_dict()
+    step(model, optimizer)
+    for value in state.values():
+        value.mul_(0.5)
+    yield model
+    step(model, optimizer)
+    state["net2.weight"].zero_()
+    step(model, optimizer)
+    yield model
+
+
+@on_ranks(3)  # of net2's 9 rows and of net1's 16, each rank has others than in its shard
+def test_a_state_dict_that_is_written_is_the_weights_as_torchs_is(tmp_path):
+    model, optimizer = start(fully_shard, seed=2)
+    step(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": model}, checkpoint_id=tmp_path)
+    for case in (read_and_dropped, resumed, changed_in_place):
+        ours, torchs = case(fully_shard, tmp_path), case(torchs_fully_shard, tmp_path)
+        for one, other in zip(ours, torchs, strict=True):
+            for (name, row), wanted in zip(
+                one.state_dict().items(), other.state_dict().values(), strict=True
+            ):
+                torch.testing.assert_close(row.full_tensor(), wanted.full_tensor(), msg=name)
+
+
+@on_ranks(2)
+def test_a_state_dict_and_weights_that_were_both_written_are_an_error():
+    model, _, state = kept_run()
+    state["net1.weight"].zero_()
+    with torch.no_grad():
+        model.net1.weight.mul_(2)
+    for read in (state["net1.weight"].full_tensor, model.state_dict):
+        with pytest.raises(MisuseError, match="it was not called before the weights changed"):
+            read()
+
+
+def states_of(model, optimizer, kept):
+    """Reads a kept state dict after a step, and writes it before the next one."""
+    step(model, optimizer)
+    yield from (value for entry in kept.values() for value in entry.values())
+    for entry in kept.values():
+        entry["exp_avg"].mul_(0.5)
+        entry["step"].add_(1)
+    step(model, optimizer)
+    yield from optimizer.state_dict()["state"][0].values()
+
+
+@pytest.mark.parametrize("kernel", ["foreach", "fused"])
+@pytest.mark.parametrize("by_torch", [True, False])
+@on_ranks(3)
+def test_a_kept_state_dict_of_an_optimizer_is_its_states_as_torchs_is(kernel, by_torch):
+    found = []
+    for shard in (fully_shard, torchs_fully_shard):
+        model, _ = start(shard)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1, **{kernel: True})
+        step(model, optimizer)
+        states = (
+            get_optimizer_state_dict(model, optimizer) if by_torch else optimizer.state_dict()
+        )["state"]
+        values = states_of(model, optimizer, states)
+        found.append([v.full_tensor() if isinstance(v, DTensor) else v for v in values])
+    for ours, torchs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, torchs)
 
 
 @on_ranks(2)

@@ -15,19 +15,19 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import StateDictType
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
+from fullshard.compat import rows
 from fullshard.compat.errors import MisuseError, MisuseValueError
 from fullshard.compat.wrapping import (
+    before_use,
     cut,
     engine_for,
     has_meta,
@@ -48,7 +48,6 @@ from fullshard.engine.optimizers import WATCHED, loaded_state
 from fullshard.engine.owned import OwnedOptimizer
 from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.planner.layout import clean_name
-from fullshard.planner.mesh import Mesh
 from fullshard.transport.groups import all_values, own_group
 
 
@@ -120,7 +119,12 @@ def state_dict(
             with torch.inference_mode(mode=False), torch.no_grad():  # rows count their versions
                 values = convert(engine, shards, wanted)
             if wanted.follow:
-                values = _follow(module, wanted.mesh, shards, values)
+                cells = {v.record.piece.name: rows.Cell.of(v, v, engine) for v in shards.values()}
+                named = {key: shards[key].record.piece.name for key in values}
+                given = rows.follow_weights(
+                    module, wanted.mesh, cells, {named[key]: values[key] for key in values}
+                )
+                values = {key: given[named[key]] for key in values}
             shown.enter_context(_shown(module, {id(shards[key]): values[key] for key in values}))
 
         handle = module.register_state_dict_pre_hook(take)  # after the user's, which may write
@@ -178,183 +182,10 @@ def convert(engine: Engine, shards: Mapping[str, Any], wanted: Wanted) -> dict[s
     )  # otherwise there is one rank
     for name, whole in whole_params(engine, names):
         if as_rows:
-            made[name] = rows_of(engine, whole, wanted.mesh)
+            made[name] = rows.rows_of(engine, whole, wanted.mesh)
         elif keep:
             made[name] = whole.detach().to("cpu" if wanted.to_cpu else whole.device, copy=True)
     return {key: made[v.record.piece.name] for key, v in shards.items() if keep or made}
-
-
-def rows_of(engine: Engine, whole: torch.Tensor, mesh: Any = None) -> DTensor:
-    """Returns this rank's rows of a full tensor as a DTensor; 0-dim tensors are replicated."""
-    mesh = mesh if mesh is not None else device_mesh(engine.plan.mesh, engine.device.type)
-    return _rows(whole, mesh, engine.plan.mesh, engine.rank)
-
-
-def _rows(whole: torch.Tensor, on: DeviceMesh, mesh: Mesh, rank: int) -> DTensor:
-    placements = placements_of(mesh, on.ndim, whole.dim())
-    local = whole
-    if placements[-1] != Replicate():
-        parts = list(whole.chunk(mesh.shard))
-        at = mesh.coordinates(rank)[1]
-        local = parts[at] if at < len(parts) else whole[:0]
-    return DTensor.from_local(
-        local.clone(), on, placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
-
-
-class FollowingRows(DTensor):
-    """Rows that follow their weight. In torch's FSDP2 they share its memory, and savers rely on it.
-
-    The first read after a change gathers all rows of the state dict again: a collective.
-    """
-
-    @property
-    def _local_tensor(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if self in _SOURCES:
-            _SOURCES[self].update(self)
-        return _LOCAL.__get__(self)
-
-    def detach(self) -> DTensor:
-        """Itself, which is not part of a graph: modules detach the tensors that they save."""
-        return self
-
-    def requires_grad_(self, *args: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """An independent copy: `load_state_dict(assign=True)` makes a parameter of it."""
-        copy: Any = self.plain().clone()
-        copy.__class__ = FollowingRows
-        return DTensor.requires_grad_(copy, *args)
-
-    def plain(self) -> DTensor:
-        """The same rows, as they are now, in torch's own class."""
-        return DTensor.from_local(
-            self._local_tensor, self.device_mesh, self.placements, run_check=False,
-            shape=self.shape, stride=self.stride()
-        )  # fmt: skip
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self.plain().clone()
-
-
-_LOCAL: Any = DTensor._local_tensor  # its slot
-_SOURCES: Any = WeakIdKeyDictionary()  # by rows; torch's stager copies their attributes
-
-
-class _Source:
-    """The weights that the rows of one state dict follow.
-
-    Attributes:
-        shards: The weights, by first name.
-        rows: Their rows, which own this object.
-        seen: Version counters of weights and of rows when the rows were last equal to the weights.
-    """
-
-    def __init__(self, module: nn.Module, mesh: Any) -> None:
-        self.module, self.mesh = weakref.ref(module), mesh
-        self.shards: dict[str, Any] = {}
-        self.rows: WeakValueDictionary[str, Any] = WeakValueDictionary()
-        self.seen: dict[str, tuple[Any, int]] = {}
-
-    def fits(self, shards: Mapping[str, Any]) -> bool:
-        """Whether its rows are of these shards, and were not written."""
-        own = {shard.record.piece.name: shard for shard in shards.values()}
-        return all(
-            own.get(name) is self.shards[name]
-            and own[name].dtype is row.dtype
-            and self._versions(name)[1] == self.seen[name][1]
-            for name, row in list(self.rows.items())
-        )
-
-    def take(self, shards: Mapping[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-        """Rows with these values; hooks may have dropped some rows of the last state dict."""
-        for key, value in values.items():
-            name = shards[key].record.piece.name
-            row = self.rows.get(name)
-            if row is not None:
-                _LOCAL.__get__(row).copy_(value.to_local())
-                values[key] = row
-            elif isinstance(value, DTensor):
-                self.shards[name], self.rows[name], _SOURCES[value] = shards[key], value, self
-                value.__class__ = FollowingRows
-            if isinstance(value, DTensor):
-                self.seen[name] = self._versions(name)
-        return values
-
-    def _versions(self, name: str) -> tuple[Any, int]:
-        row, module = self.rows[name], self.module()  # writes count at it, or at its local tensor
-        engine = None if module is None else record_of(module).engine_ref()
-        home = None if engine is None else engine.home  # fused steps and `p.data.mul_` count here
-        known = id(home), getattr(home, "num_writes", 0), self.shards[name]._version
-        return known, row._version + _LOCAL.__get__(row)._version
-
-    def update(self, row: FollowingRows) -> None:
-        """Reads all rows again if the weight of this one has changed."""
-        module = self.module()
-        name = next(name for name, one in self.rows.items() if one is row)
-        if module is None or self._versions(name)[0] == self.seen[name][0]:
-            return
-        for name in list(self.rows):
-            if self._versions(name)[1] != self.seen[name][1]:
-                raise MisuseError(
-                    f"{name}: expected load_state_dict() of a state dict that was written, since "
-                    "its tensors are copies here; it was not called before the weights changed. "
-                    "Call model.load_state_dict(state_dict) after reading a checkpoint into it."
-                )
-        engine = engine_for(module)
-        for name, whole in whole_params(engine, self.shards):
-            if name in self.rows:
-                _LOCAL.__get__(self.rows[name]).copy_(rows_of(engine, whole, self.mesh).to_local())
-                self.seen[name] = self._versions(name)
-
-    def loaded(self) -> None:
-        """Takes rows that were written as read into the model."""
-        self.seen = {n: (self.seen[n][0], self._versions(n)[1]) for n in list(self.rows)}
-
-
-_LAST: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-
-
-def _follow(
-    module: nn.Module, mesh: Any, shards: Mapping[str, Any], values: dict[str, Any]
-) -> dict[str, Any]:
-    """Rows that follow: those of the last state dict while it is kept, as torch's share memory."""
-    source = _LAST.get(module, lambda: None)()
-    if source is None or source.mesh is not mesh or not source.fits(shards):
-        source = _Source(module, mesh)
-        _LAST[module] = weakref.ref(source)
-    return source.take(shards, values)
-
-
-def unfollowed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict to load, of rows as they are before the first weight changes."""
-    rows = {key: value for key, value in state.items() if isinstance(value, FollowingRows)}
-    plain = {key: value.plain() for key, value in rows.items()}
-    for source in {_SOURCES[value] for value in rows.values() if value in _SOURCES}:
-        source.loaded()
-    return {**state, **plain}
-
-
-def placements_of(mesh: Mesh, num_axes: int, num_dims: int) -> tuple[Any, ...]:
-    """The placements of rows on a device mesh with this number of axes."""
-    last = Shard(0) if num_dims and mesh.shard > 1 else Replicate()
-    return (*(Replicate() for _ in range(num_axes - 1)), last)
-
-
-_MESHES: WeakKeyDictionary[Any, dict[Any, DeviceMesh]] = WeakKeyDictionary()  # by default group
-
-
-def device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
-    """torch's device mesh of all ranks for this device type."""
-    both = mesh.replicate, mesh.shard
-    sizes = (mesh.world_size,) if 1 in both else both
-    made = _MESHES.setdefault(dist.group.WORLD, {})
-    key = (sizes, mesh.order, kind)
-    if key not in made:
-        order = torch.tensor(mesh.order).view(sizes) if mesh.order else None
-        made[key] = init_device_mesh(kind, sizes) if order is None else DeviceMesh(kind, order)
-    return made[key]
 
 
 # ---- models on meta
@@ -377,7 +208,7 @@ def rows_on_meta(
     with _outermost_call():
         result = inner(*args, **kwargs)
     mesh = record_of(module).mesh
-    on = on if on is not None else device_mesh(mesh, default_device().type)
+    on = on if on is not None else rows.device_mesh(mesh, default_device().type)
     prefix = prefix_of(args, kwargs)
     ignored = ignored_ids(module)
     for name, param in places_of(module).items():
@@ -385,7 +216,7 @@ def rows_on_meta(
         value = result.get(key)
         if isinstance(value, torch.Tensor) and id(param) not in ignored:
             whole = value.full_tensor() if isinstance(value, Guarded) else value  # type: ignore[attr-defined]
-            result[key] = _rows(whole, on, mesh, own_rank())
+            result[key] = rows.own_rows(whole, on, mesh, own_rank())
     return result
 
 
@@ -545,6 +376,8 @@ def _convert(value: Any, engine: Engine, wanted: Wanted) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if not isinstance(value, Guarded):
+        if wanted.follow:
+            return value
         value = value.detach().clone()
         return value.cpu() if wanted.to_cpu else value
     if wanted.kind is StateDictType.LOCAL_STATE_DICT:
@@ -552,7 +385,7 @@ def _convert(value: Any, engine: Engine, wanted: Wanted) -> Any:
         return local.cpu() if wanted.to_cpu else local
     whole = value.full_tensor()  # type: ignore[attr-defined]
     if wanted.kind is StateDictType.SHARDED_STATE_DICT and torch.distributed.is_initialized():
-        return rows_of(engine, whole, wanted.mesh)
+        return rows.rows_of(engine, whole, wanted.mesh)
     return whole.cpu() if wanted.to_cpu else whole
 
 
@@ -667,32 +500,39 @@ def _engines(model: nn.Module) -> list[Engine]:
 # ---- optimizers whose own state dicts contain rows
 
 
-def show_rows(module: nn.Module, when: Callable[[], bool] = lambda: True) -> None:
+def always() -> bool:
+    """Whether a state dict shows rows, which those of torch's FSDP2 always do."""
+    return True
+
+
+def show_rows(module: nn.Module, when: Callable[[], bool] = always) -> None:
     """Makes `Optimizer.state_dict()` return DTensors of rows for a marked module's parameters.
 
     Args:
         module: Marked module; call again once its parameters are shards.
         when: Returns whether to convert; otherwise the state dict is unchanged.
     """
-    rows: _Rows = (weakref.ref(module), when)
+    shown: _Shown = (weakref.ref(module), when)
     for param in module.parameters():
         if isinstance(param, ShardedParameter):
-            setattr(param, _ROWS, rows)
+            setattr(param, _SHOWN, shown)
     if _listen not in WATCHED.callbacks:
         WATCHED.callbacks.append(_listen)
+        WATCHED.before_step.append(rows.before_step)
+        before_use.append(rows.settle)
     WATCHED.add(module)
 
 
-_ROWS = "_fullshard_shows_rows"
-_Rows = tuple[Callable[[], nn.Module | None], Callable[[], bool]]  # the marked module, show now?
+_SHOWN = "_fullshard_shows_rows"
+_Shown = tuple[Callable[[], nn.Module | None], Callable[[], bool]]  # the marked module, show now?
 
 
 _LISTENED: WeakSet[Optimizer] = WeakSet()
 
 
 def _listen(optimizer: Optimizer) -> None:
-    rows = any(hasattr(param, _ROWS) for _, param in _numbered(optimizer))
-    if rows and optimizer not in _LISTENED:
+    is_shown = any(hasattr(param, _SHOWN) for _, param in _numbered(optimizer))
+    if is_shown and optimizer not in _LISTENED:
         _LISTENED.add(optimizer)
         optimizer.register_state_dict_post_hook(_give_rows)
         optimizer.register_load_state_dict_pre_hook(_take_rows)
@@ -702,21 +542,31 @@ def _give_rows(optimizer: Optimizer, state: States) -> States:
     """Converts states to DTensors of rows. A collective if there are any."""
     if AS_SHARDS.get():
         return state
-    shown: States = dict(state["state"])
-    engines: dict[_Rows, Engine | None] = {}
+    result: States = dict(state["state"])
+    engines: dict[_Shown, Engine | None] = {}
+    cells: dict[str, rows.Cell] = {}
+    values: dict[str, Any] = {}
     for number, param in _numbered(optimizer):
-        rows: _Rows | None = getattr(param, _ROWS, None)
-        if rows is None or number not in shown:
+        shown: _Shown | None = getattr(param, _SHOWN, None)
+        if shown is None or number not in result:
             continue
-        if rows not in engines:
-            module_ref, when = rows
+        if shown not in engines:
+            module_ref, when = shown
             module = module_ref() if when() else None
-            engines[rows] = engine_for(module) if module is not None else None
-        engine = engines[rows]
+            engines[shown] = engine_for(module) if module is not None else None
+        engine = engines[shown]
         if engine is not None:
-            wanted, values = Wanted(StateDictType.SHARDED_STATE_DICT), shown[number].items()
-            shown[number] = {key: _convert(value, engine, wanted) for key, value in values}
-    return {**state, "state": shown}
+            wanted = Wanted(StateDictType.SHARDED_STATE_DICT, follow=shown[1] is always)
+            held = result[number]
+            result[number] = {key: _convert(value, engine, wanted) for key, value in held.items()}
+            for key in held if wanted.follow else ():
+                if isinstance(held[key], Guarded):
+                    cells[f"{number}.{key}"] = rows.Cell.of(held[key], param, engine)
+                    values[f"{number}.{key}"] = result[number][key]
+    for name, value in rows.follow_states(optimizer, cells, values).items():
+        number, _, key = name.partition(".")
+        result[int(number)][key] = value
+    return {**state, "state": result}
 
 
 def _take_rows(optimizer: Optimizer, state: States) -> States:
@@ -727,5 +577,6 @@ def _take_rows(optimizer: Optimizer, state: States) -> States:
     taken = dict(state["state"])
     for key, values in taken.items():
         if key in param_of:
-            taken[key] = {name: _part(param_of[key], _whole(v)) for name, v in values.items()}
+            own = rows.unfollowed(values)
+            taken[key] = {name: _part(param_of[key], _whole(v)) for name, v in own.items()}
     return {**state, "state": taken}

@@ -365,12 +365,17 @@ def _order_of(units: Mapping[str, Wrapped]) -> tuple[int, ...]:
     return orders.pop() if orders else ()
 
 
+before_use: list[Callable[[], None]] = []  # called before a forward, and where an engine is used
+
+
 def _with_changes(root: nn.Module) -> Engine | None:
     """Applies changes since the last step; returns the new engine, if one was created."""
     wrapped, engine = record_of(root), getattr(root, ATTRIBUTE)
     if engine.unsharded or any(unit.swapped for unit in engine.units):
         return None  # inside a forward: modules contain compute parameters
     put_back_shards(engine)
+    for call in before_use:
+        call()
     is_new = needs_new_plan(engine)
     if engine.norms.waits and (is_new or wrapped.needs_plan):
         with no_guard():

@@ -69,6 +69,7 @@ class _Watch:
     Attributes:
         trusted: Optimizers that are right on shards without a probe; their states may be whole.
         callbacks: Called with an optimizer at its first step on shards, and before each state dict.
+        before_step: Called with an optimizer before each step.
     """
 
     def __init__(self) -> None:
@@ -84,6 +85,7 @@ class _Watch:
         self._looked_at: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.trusted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.callbacks: list[Callable[[Optimizer], None]] = []
+        self.before_step: list[Callable[[Optimizer], None]] = []
 
     def add(self, owner: object) -> None:
         """Watch as long as an owner of shards lives: an engine, or a model without one yet."""
@@ -117,6 +119,8 @@ class _Watch:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         put_back(self._kept)  # of a step that raised
+        for call in self.before_step:
+            call(optimizer)
         models = self.look(optimizer)
         if any(norms.waits for norms in models):
             _refuse_pending(optimizer)

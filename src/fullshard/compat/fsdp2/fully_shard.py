@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fullshard.compat import state_dicts
+from fullshard.compat import rows, state_dicts
 from fullshard.compat.errors import (
     MisuseAssertionError,
     MisuseError,
@@ -278,7 +278,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         Only one unit is gathered at a time. A model with values copies, even with `assign`.
         """
         _close_open(self)
-        state = state_dicts.unfollowed(state_dict)
+        state = rows.unfollowed(state_dict)
         if assign and has_meta(self):
             state_dicts.take_values(self, state)
             _show_placements(self)
@@ -547,7 +547,7 @@ def _show_placements(root: nn.Module) -> None:
     wrapped = record_of(root)
     mesh, on = wrapped.mesh, wrapped.extra["mesh"]
     if on is None and mesh.replicate == 1 and torch.distributed.is_initialized():
-        on = state_dicts.device_mesh(mesh, default_device().type)
+        on = rows.device_mesh(mesh, default_device().type)
     if on is None:
         return
     ignored = ignored_ids(root)
@@ -555,7 +555,7 @@ def _show_placements(root: nn.Module) -> None:
         if id(param) not in ignored:
             shown: Any = param
             shown.device_mesh = on
-            shown.placements = state_dicts.placements_of(mesh, on.ndim, param.dim())
+            shown.placements = rows.placements_of(mesh, on.ndim, param.dim())
 
 
 def _apply_settings(root: nn.Module, engine: Engine) -> None:
