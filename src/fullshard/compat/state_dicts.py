@@ -564,8 +564,8 @@ def _give_rows(optimizer: Optimizer, state: States) -> States:
                     cells[f"{number}.{key}"] = rows.Cell.of(held[key], param, engine)
                     values[f"{number}.{key}"] = result[number][key]
     for name, value in rows.follow_states(optimizer, cells, values).items():
-        number, _, key = name.partition(".")
-        result[int(number)][key] = value
+        at, _, key = name.partition(".")
+        result[int(at)][key] = value
     return {**state, "state": result}
 
 
