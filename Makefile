@@ -55,7 +55,7 @@ help:
 	@echo "make test-torch TORCH=x   the engine's tests with that torch, in .venv-torch-x"
 	@echo "make gpu        what the engine must do on a GPU, step by step; DEVICE=cpu tries the steps"
 	@echo "make gpu-wheels  the packages that make gpu needs, to carry to a machine without an index"
-	@echo "make lint       format, style, types, arrows, sizes, collectives, names in docs"
+	@echo "make lint       format, style, types, arrows, sizes, collectives, names in docs, files, links"
 	@echo "make format     let ruff rewrite what it can"
 	@echo "make bench      a training step beside FSDP2, FSDP1 and DDP"
 	@echo "make bench-calibrate   what this machine reaches, for fullshard plan to count with"
@@ -220,6 +220,8 @@ lint: $(VENV)/.stamp-setup
 	name=sizes;       check "sizes" $(BIN)/python tools/check_sizes.py; \
 	name=collectives; check "collective calls" $(BIN)/python tools/check_collectives.py; \
 	name=names;       check "names in the documentation" $(BIN)/python tools/check_docs.py; \
+	name=repository;  check "files, links and declarations" $(BIN)/python tools/check_repository.py; \
+	name=tools;       check "tests of these checks" $(PYTEST) -q tools; \
 	name=spelling;    check "codespell" $(BIN)/codespell $(SPELLED); \
 	if [ -n "$$failed" ]; then echo "make lint: failed:$$failed" >&2; exit 1; fi; \
 	echo "make lint: all checks passed"
