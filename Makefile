@@ -46,7 +46,7 @@ help:
 	@echo "make train      train a small model on two local ranks; ARGS=\"CONFIG.yaml key=value\";"
 	@echo "                BACKEND=jax runs it on XLA"
 	@echo "make test       all tests but the long and slow ones and those that need a GPU"
-	@echo "make test-long  whole runs, tens of seconds each; CI runs them too"
+	@echo "make test-long  whole runs, tens of seconds each, and more examples; CI runs them too"
 	@echo "make test-all   both of these in one session, as CI runs them"
 	@echo "make test-peers tests beside other libraries, fetched from the package index"
 	@echo "make test-slow  the slow tests"
@@ -137,10 +137,11 @@ test: $(VENV)/.stamp-setup
 	$(PYTEST_PARALLEL) -m "not long and not slow and not gpu and not peers" $(ARGS)
 
 test-long: $(VENV)/.stamp-setup
-	$(PYTEST_PARALLEL) -m "long and not slow and not gpu and not peers" $(ARGS)
+	$(PYTEST_PARALLEL) --hypothesis-profile long \
+		-m "(long or hypothesis) and not slow and not gpu and not peers" $(ARGS)
 
 test-all: $(VENV)/.stamp-setup
-	$(PYTEST_PARALLEL) -m "not slow and not gpu and not peers" $(ARGS)
+	$(PYTEST_PARALLEL) --hypothesis-profile long -m "not slow and not gpu and not peers" $(ARGS)
 
 # examples/ as their first lines say, to the end: two ranks each
 test-tutorials: $(VENV)/.stamp-setup
