@@ -31,7 +31,7 @@ from fullshard.formats.ours import write_checkpoint
 from fullshard.saving import Saves
 from support import forked
 from support.models import perturbed
-from support.processes import python
+from support.processes import close_folders, python
 from support.scripts import Tiny, error_of
 
 CALLS = ("open", "posix_fallocate", "write", "fsync", "mkdir", "rename", "replace")
@@ -307,16 +307,8 @@ def test_a_disk_that_is_really_full_is_said_and_the_last_checkpoint_stays(ranks,
             assert "No space left on device" in said
             assert left == ["ballast", "step-00000001"]
     finally:
-        ranks(2)(forget)  # the first rank holds the folder, which keeps it mounted
+        ranks(2)(close_folders, tmp_path)  # the first rank's keeps it mounted
         subprocess.run(["umount", "--lazy", tmp_path], check=True)
-
-
-def forget():
-    from fullshard.saving import SAVES
-
-    for descriptor in SAVES._claims.values():
-        os.close(descriptor)
-    SAVES._claims.clear()
 
 
 def test_a_copy_without_its_last_file_is_saved_over(tmp_path):

@@ -15,7 +15,7 @@ from fullshard.config.files import read_job
 from fullshard.config.load import load_config
 from fullshard.config.schema import DataConfig, RunConfig
 from fullshard.data import tokenize
-from fullshard.data.arrays import _map
+from fullshard.data.arrays import mapped_once
 from fullshard.data.dataset import load_facts
 from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.data.records import WRITTEN, files_at, identity
@@ -131,7 +131,7 @@ def test_a_truncated_part_of_the_cache_is_made_anew(tmp_path, tokenizer):
     (part,) = (tmp_path / "cache").rglob("*.npy")
     part.unlink()
     part.write_bytes(b"\0" * 200)
-    _map.cache_clear()
+    mapped_once.cache_clear()
     assert tokens(make_dataset([text_source(text)], NO_HOLD_OUT, tokenizer)) == expected
 
 
@@ -145,7 +145,7 @@ def test_a_pipe_in_the_cache_is_replaced(tmp_path, tokenizer, suffix):
     place = part.with_suffix(suffix)
     place.unlink()
     os.mkfifo(place)
-    _map.cache_clear()
+    mapped_once.cache_clear()
     assert tokens(make_dataset([text_source(text)], NO_HOLD_OUT, tokenizer)) == expected
     assert part.is_file()
 
@@ -162,7 +162,7 @@ def test_a_flipped_bit_of_the_cache_or_of_a_runs_link_to_it_is_never_trained_on(
     data = bytearray(part.read_bytes())
     data[500] ^= 1
     part.write_bytes(data)  # in place, so the run's link has it too
-    _map.cache_clear()
+    mapped_once.cache_clear()
     again = make_dataset([text_source(text)], NO_HOLD_OUT, tokenizer)
     assert tokens(again) == expected
     assert again.facts == made.facts
@@ -201,7 +201,7 @@ def test_tokens_that_are_gone_before_ranks_map_them_are_named(tmp_path, tokenize
     )
     for change in changes:
         change()
-        _map.cache_clear()
+        mapped_once.cache_clear()
         with pytest.raises(DataError, match=r"a.npy': expected the tokens from when the run"):
             tokens(Dataset.load(tmp_path / "data", facts, read))
 
