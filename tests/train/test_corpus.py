@@ -124,27 +124,24 @@ def test_what_a_kill_left_in_the_cache_a_day_ago_is_removed(tmp_path, tokenizer)
     assert lock.exists()
 
 
-def test_a_truncated_part_of_the_cache_is_made_anew(tmp_path, tokenizer):
-    text = tmp_path / "a.txt"
-    text.write_text(seeded_text(100))
-    expected = tokens(make_dataset([text_source(text)], NO_HOLD_OUT, tokenizer))
-    (part,) = (tmp_path / "cache").rglob("*.npy")
-    part.unlink()
-    part.write_bytes(b"\0" * 200)
-    mapped_once.cache_clear()
-    assert tokens(make_dataset([text_source(text)], NO_HOLD_OUT, tokenizer)) == expected
-
-
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("suffix", [".npy", ".json"])
-def test_a_pipe_in_the_cache_is_replaced(tmp_path, tokenizer, suffix):
+@pytest.mark.parametrize(
+    ("suffix", "make"),
+    [
+        (".npy", lambda place: place.write_bytes(b"\0" * 200)),
+        (".npy", os.mkfifo),
+        (".json", os.mkfifo),
+    ],
+    ids=["truncated", "pipe", "pipe.json"],
+)
+def test_a_truncated_part_or_a_pipe_in_the_cache_is_replaced(tmp_path, tokenizer, suffix, make):
     text = tmp_path / "a.txt"
     text.write_text(seeded_text(100))
     expected = tokens(make_dataset([text_source(text)], NO_HOLD_OUT, tokenizer))
     (part,) = (tmp_path / "cache").rglob("*.npy")
     place = part.with_suffix(suffix)
     place.unlink()
-    os.mkfifo(place)
+    make(place)
     mapped_once.cache_clear()
     assert tokens(make_dataset([text_source(text)], NO_HOLD_OUT, tokenizer)) == expected
     assert part.is_file()
