@@ -46,7 +46,7 @@ help:
 	@echo "make train      train a small model on two local ranks; ARGS=\"CONFIG.yaml key=value\";"
 	@echo "                BACKEND=jax runs it on XLA"
 	@echo "make test       all tests but the long and slow ones and those that need a GPU"
-	@echo "make test-long  whole runs, tens of seconds each; CI runs them too"
+	@echo "make test-long  whole runs, tens of seconds each, and more examples; CI runs them too"
 	@echo "make test-all   both of these in one session, as CI runs them"
 	@echo "make test-peers tests beside other libraries, fetched from the package index"
 	@echo "make test-slow  the slow tests"
@@ -55,7 +55,7 @@ help:
 	@echo "make test-torch TORCH=x   the engine's tests with that torch, in .venv-torch-x"
 	@echo "make gpu        what the engine must do on a GPU, step by step; DEVICE=cpu tries the steps"
 	@echo "make gpu-wheels  the packages that make gpu needs, to carry to a machine without an index"
-	@echo "make lint       format, style, types, arrows, sizes, collectives, names in docs"
+	@echo "make lint       format, style, types, arrows, sizes, collectives, names in docs, files, links"
 	@echo "make format     let ruff rewrite what it can"
 	@echo "make bench      a training step beside FSDP2, FSDP1 and DDP"
 	@echo "make bench-calibrate   what this machine reaches, for fullshard plan to count with"
@@ -137,10 +137,11 @@ test: $(VENV)/.stamp-setup
 	$(PYTEST_PARALLEL) -m "not long and not slow and not gpu and not peers" $(ARGS)
 
 test-long: $(VENV)/.stamp-setup
-	$(PYTEST_PARALLEL) -m "long and not slow and not gpu and not peers" $(ARGS)
+	$(PYTEST_PARALLEL) --hypothesis-profile long \
+		-m "(long or hypothesis) and not slow and not gpu and not peers" $(ARGS)
 
 test-all: $(VENV)/.stamp-setup
-	$(PYTEST_PARALLEL) -m "not slow and not gpu and not peers" $(ARGS)
+	$(PYTEST_PARALLEL) --hypothesis-profile long -m "not slow and not gpu and not peers" $(ARGS)
 
 # examples/ as their first lines say, to the end: two ranks each
 test-tutorials: $(VENV)/.stamp-setup
@@ -220,6 +221,8 @@ lint: $(VENV)/.stamp-setup
 	name=sizes;       check "sizes" $(BIN)/python tools/check_sizes.py; \
 	name=collectives; check "collective calls" $(BIN)/python tools/check_collectives.py; \
 	name=names;       check "names in the documentation" $(BIN)/python tools/check_docs.py; \
+	name=repository;  check "files, links and declarations" $(BIN)/python tools/check_repository.py; \
+	name=tools;       check "tests of these checks" $(PYTEST) -q tools; \
 	name=spelling;    check "codespell" $(BIN)/codespell $(SPELLED); \
 	if [ -n "$$failed" ]; then echo "make lint: failed:$$failed" >&2; exit 1; fi; \
 	echo "make lint: all checks passed"

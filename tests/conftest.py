@@ -32,9 +32,20 @@ from support.command import call
 from support.ranks import RankPools
 
 sys.dont_write_bytecode = False  # nor a second time in this one
-# A slow machine is no fault, and two runs of one commit shall try the same examples.
-hypothesis.settings.register_profile("fullshard", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("fullshard")
+# Examples per property: 25, and 200 with `--hypothesis-profile long`, as `make test-long` and
+# `make test-all` have it. A slow machine is no fault, and two runs of one commit try the same ones.
+for _name, _examples in {"short": 25, "long": 200}.items():
+    hypothesis.settings.register_profile(
+        _name,
+        deadline=None,
+        derandomize=True,
+        max_examples=_examples,
+        suppress_health_check=[
+            hypothesis.HealthCheck.function_scoped_fixture,
+            hypothesis.HealthCheck.too_slow,
+        ],
+    )
+hypothesis.settings.load_profile("short")
 
 
 def pytest_collection_modifyitems(items):

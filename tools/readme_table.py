@@ -6,14 +6,13 @@ Two marks in the README name the file of results; the text between them is repla
     ...
     <!-- end of results -->
 
-`--check` changes nothing and fails if the README's table differs.
+`make lint` fails if a table differs (tools/check_repository.py).
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,18 +75,11 @@ def filled(readme: str, root: Path) -> str:
     return PLACE.sub(replace, readme)
 
 
-def main(root: Path, *, only_check: bool) -> int:
-    """Write the tables, or with `only_check` compare them."""
+def main(root: Path) -> None:
+    """Write the tables."""
     file = root / "README.md"
-    before = file.read_text(encoding="utf-8")
-    after = filled(before, root)
-    if only_check:
-        if before != after:
-            print("README.md: expected the tables of the committed results. Run this script.")
-        return int(before != after)
-    file.write_text(after, encoding="utf-8")
-    return 0
+    file.write_text(filled(file.read_text(encoding="utf-8"), root), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(__file__).resolve().parent.parent, only_check="--check" in sys.argv[1:]))
+    main(Path(__file__).resolve().parent.parent)

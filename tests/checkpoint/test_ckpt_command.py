@@ -19,7 +19,7 @@ from fullshard.checkpoint.read import Checkpoint, remove, superfluous
 from fullshard.launch.run_lock import RunLock
 from fullshard.saving import Saves
 from support.models import perturbed
-from support.processes import python
+from support.processes import close_folders, python
 from support.scripts import Tiny, error_of, tokens_of
 
 POSITION = {"samples_seen": 6, "epoch": 0.5}
@@ -240,11 +240,11 @@ def test_an_import_becomes_no_checkpoint_of_a_run_that_is_active(fullshard, run_
 def test_an_import_becomes_no_checkpoint_where_a_process_saves(fullshard, run_dir, tmp_path):
     """As a run does with training.checkpoint_dir."""
     source, place = run_dir / "checkpoints/step-00000001", tmp_path / "elsewhere"
-    (saves := Saves()).claim_folder(place)
+    Saves().claim_folder(place)
     done = fullshard("ckpt", "import", source, place / "step-99999999", code=2)
     assert f"in '{place}', where a process saves its steps" in done.err
     assert list(place.iterdir()) == []
-    os.close(saves._claims[place.resolve()])
+    close_folders(place)
     fullshard("ckpt", "import", source, place / "step-99999999", code=0)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
@@ -203,7 +203,6 @@ def test_malformed_files_of_every_kind_raise_typed_errors_alone(seeds, tmp_path,
     number = iter(range(10**6))
     model, optimizer = model_and_optimizer()
 
-    @settings(max_examples=20, database=None)
     @given(st.data())
     def fuzz(data):
         folder = shutil.copytree(seeds / kind, tmp_path / str(next(number)))
@@ -230,7 +229,6 @@ def test_any_flipped_bit_is_found_or_changes_nothing(seeds, tmp_path):
     wanted, (model, optimizer) = taken(folder), model_and_optimizer()
     right = loaded(folder, model, optimizer)
 
-    @settings(max_examples=60, database=None)
     @given(st.data())
     def flips(data):
         path = data.draw(st.sampled_from(files))

@@ -19,7 +19,6 @@ from fullshard.checkpoint.retain import checkpoints_in, newest_complete
 from fullshard.checkpoint.storage import StorePath, storage_path
 from fullshard.errors import CheckpointError
 from support.object_store import ON_REQUEST, at_request
-from support.processes import python
 from support.scripts import error_of
 
 MANY = 400  # more requests than a save makes
@@ -330,54 +329,6 @@ def test_a_commit_that_only_seemed_to_fail_is_kept(tmp_path):
     changed(model)
     fs.load(url, model, optimizer)
     assert equal(model, wanted)
-
-
-KILLED = """
-import os, signal, sys
-sys.path.insert(0, {tests!r})
-import torch
-torch.set_num_threads(1)
-import fullshard as fs
-from checkpoint.test_object_stores import changed, equal, model_and_optimizer, names_of, weights
-from support.object_store import ON_REQUEST, at_request
-
-number, ends = 0, set()
-model, optimizer = model_and_optimizer()
-first = weights(model)
-while True:
-    number += 1
-    url = "objects:/{root}/" + str(number)
-    child = os.fork()
-    if child == 0:
-        fs.save(url, model, optimizer, step=1)
-        changed(model)
-        with at_request(number, lambda *_: os.kill(os.getpid(), signal.SIGKILL)) as made:
-            fs.save(url, model, optimizer, step={step})
-        os._exit(0 if len(made) < number else 9)
-    status = os.waitpid(child, 0)[1]
-    if status == 0:
-        break
-    assert os.WTERMSIG(status) == signal.SIGKILL, status
-    fs.load(url, model, optimizer)
-    ends.add(equal(model, first))
-    with torch.no_grad():
-        for p, value in zip(model.parameters(), first):
-            p.copy_(value)
-    fs.save(url, model, optimizer, step=2)
-    assert names_of(url) == ["step-00000001", "step-00000002"], names_of(url)
-    assert len(names_of(url + "/step-00000002")) == 2
-print(number, sorted(ends))
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("step", [1, 2])
-def test_a_process_killed_at_any_request_leaves_a_checkpoint_that_loads(tmp_path, step):
-    """One that saves a step again, and one that saves a new step."""
-    script = KILLED.format(tests=str(Path(__file__).parents[1]), root=tmp_path, step=step)
-    number, ends = python("-c", script).stdout.split(maxsplit=1)
-    assert int(number) > 10
-    assert ends.strip() == "[False, True]"
 
 
 def test_an_unfinished_save_is_skipped_named_and_removed(fullshard, tmp_path):

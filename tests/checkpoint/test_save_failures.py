@@ -31,7 +31,7 @@ from fullshard.formats.ours import write_checkpoint
 from fullshard.saving import Saves
 from support import forked
 from support.models import perturbed
-from support.processes import python
+from support.processes import close_folders, python
 from support.scripts import Tiny, error_of
 
 CALLS = ("open", "posix_fallocate", "write", "fsync", "mkdir", "rename", "replace")
@@ -231,36 +231,35 @@ def test_an_interrupted_rank_ends_the_save_of_all(ranks, tmp_path, whose, call):
 
 
 KILLED = """
-import os, signal, sys
-sys.path.insert(0, {tests!r})
-from pathlib import Path
+import os, signal
 import torch
 torch.set_num_threads(1)
 import fullshard as fs
-from checkpoint.test_save_failures import CALLS, at_call, left_in, model_and_optimizer, weights
+from checkpoint.test_save_failures import at_call, left_in, model_and_optimizer, weights
+from fullshard.checkpoint.storage import storage_path
+from support.object_store import at_request
 
-folder, own = Path({root!r}), os.getpid()
 model, optimizer = model_and_optimizer()
-fs.save(folder / "0", model, optimizer, step=1)
+fs.save({root!r} + "0", model, optimizer, step=1)
 first = weights(model)
 number, ends = 0, set()
 while True:
     number += 1
-    place = folder / str(number)
+    place = storage_path({root!r} + str(number))
     child = os.fork()
     if child == 0:
         fs.save(place, model, optimizer, step=1)
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(1.0)
-        with at_call(number, lambda name: os.kill(os.getpid(), signal.SIGKILL)) as made:
+        with {at}(number, lambda *_: os.kill(os.getpid(), signal.SIGKILL)) as made:
             fs.save(place, model, optimizer, step={step})
         os._exit(0 if len(made) < number else 9)
     status = os.waitpid(child, 0)[1]
     if status == 0:
         break
     assert os.WTERMSIG(status) == signal.SIGKILL, status
-    state = fs.load(place, model, optimizer)
+    fs.load(place, model, optimizer)
     same = all(map(torch.equal, weights(model), first))
     ends.add(same)
     if not same and not any("saving" in name for name in left_in(place)):
@@ -270,17 +269,27 @@ while True:
             p.copy_(value)
     fs.save(place, model, optimizer, step=2)
     assert left_in(place) == ["step-00000001", "step-00000002"], left_in(place)
+    if {at} is at_request:
+        assert len(left_in(place / "step-00000002")) == 2
 print(number, sorted(ends))
 """
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_process_killed_at_any_call_leaves_a_checkpoint_that_loads(tmp_path, step):
-    """One that saves a new step, and one that saves a step again."""
-    script = KILLED.format(tests=str(Path(__file__).parents[1]), root=str(tmp_path), step=step)
-    number, ends = python("-c", script).stdout.split(maxsplit=1)
-    assert int(number) > 20
+@pytest.mark.parametrize(
+    ("at", "step"),
+    [
+        pytest.param("at_call", 1, marks=pytest.mark.slow),
+        ("at_call", 2),
+        ("at_request", 1),
+        ("at_request", 2),
+    ],
+)
+def test_a_process_killed_at_any_call_leaves_a_checkpoint_that_loads(tmp_path, at, step):
+    """One that saves a step again, and one that saves a new step; to a disk and to a store."""
+    root = f"{'objects:/' if at == 'at_request' else ''}{tmp_path}/"
+    number, ends = python("-c", KILLED.format(root=root, at=at, step=step)).stdout.split(maxsplit=1)
+    assert int(number) > {"at_call": 20, "at_request": 10}[at]
     assert ends.strip() == "[False, True]"  # some deaths were before the end, some after
 
 
@@ -307,16 +316,8 @@ def test_a_disk_that_is_really_full_is_said_and_the_last_checkpoint_stays(ranks,
             assert "No space left on device" in said
             assert left == ["ballast", "step-00000001"]
     finally:
-        ranks(2)(forget)  # the first rank holds the folder, which keeps it mounted
+        ranks(2)(close_folders, tmp_path)  # the first rank's keeps it mounted
         subprocess.run(["umount", "--lazy", tmp_path], check=True)
-
-
-def forget():
-    from fullshard.saving import SAVES
-
-    for descriptor in SAVES._claims.values():
-        os.close(descriptor)
-    SAVES._claims.clear()
 
 
 def test_a_copy_without_its_last_file_is_saved_over(tmp_path):

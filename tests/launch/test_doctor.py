@@ -9,15 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.launch.doctor import (
-    GIB,
-    DoctorReport,
-    Finding,
-    Health,
-    _of_memory,
-    _of_system,
-    anonymous,
-)
+from fullshard.launch import doctor as doctors
+from fullshard.launch.doctor import GIB, DoctorReport, Finding, Health, anonymous, examine
+from fullshard.launch.supervise import LaunchResult
 from support import forked as subprocess
 from support.memory_groups import memory_group
 
@@ -66,10 +60,18 @@ def test_the_memory_is_that_of_the_container(tmp_path):
     assert f"GiB free of the container's memory limit of 3.0 GiB ({group.limit})" in done.stderr
 
 
-def test_a_folder_that_was_there_stays(tmp_path):
-    memory = {"host_bytes": GIB, "disk_bytes": GIB}
+@pytest.fixture
+def findings(monkeypatch):
+    """`findings(what, folder)`: what is found about a subject; no ranks are started."""
+    names = ("backend", "transport", "fetch_gb_per_s", "reduce_gb_per_s", "latency_ms")
+    ended = None, LaunchResult(0), [dict.fromkeys(names, 1.0)]
+    monkeypatch.setattr(doctors, "call_on_ranks", lambda *_: ended)
+    return lambda what, folder: [one for one in examine(folder).findings if one.what == what]
+
+
+def test_a_folder_that_was_there_stays(findings, tmp_path):
     for out in (tmp_path, tmp_path / "runs"):
-        assert all(one.health is Health.OK for one in _of_memory(memory, out))
+        assert all(one.health is Health.OK for one in findings("disk", out))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -100,13 +102,9 @@ def test_a_folder_that_cannot_be_written_is_broken(tmp_path):
         (resource.RLIMIT_FSIZE, 4096, ("at most 4,096 bytes per file", "ulimit -f unlimited")),
     ],
 )
-def test_low_limits_of_a_process_are_named(number, low, said):
-    before = resource.getrlimit(number)
-    resource.setrlimit(number, (low, before[1]))
-    try:
-        found = [f for f in _of_system() if f.what == "limits"]
-    finally:
-        resource.setrlimit(number, before)
+def test_low_limits_of_a_process_are_named(findings, tmp_path, monkeypatch, number, low, said):
+    monkeypatch.setattr(resource, "getrlimit", lambda one: (low if one == number else -1, -1))
+    found = findings("limits", tmp_path)
     assert any(said[0] in f.says and f.do == said[1] for f in found), found
 
 

@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-from fullshard.config.environment import read_launch_environment
 from fullshard.errors import ConfigError, HangError
 from fullshard.launch import rendezvous
 from fullshard.launch.exit_codes import SAVE_SIGNALS, Stopped, handled, raise_stopped
@@ -223,40 +222,45 @@ def test_a_name_that_no_host_can_have_is_named(rank, error, torchrun):
         rendezvous.init_process_group(timeout_s=0.5)
 
 
-@pytest.mark.parametrize(("visible", "device"), [(1, "cuda:0"), (4, "cuda:3")])
-def test_a_task_computes_on_the_one_gpu_that_it_sees(visible, device, srun, monkeypatch):
-    # The library's answers about GPUs are replaced: there is none here.
-    srun(4, SLURM_PROCID=3, SLURM_LOCALID=3)
-    chosen = []
-    monkeypatch.setattr("torch.cuda.device_count", lambda: visible)
-    monkeypatch.setattr("torch.cuda.set_device", chosen.append)
-    assert str(rendezvous._cuda_device(read_launch_environment())) == device
-    assert [str(one) for one in chosen] == [device]
-
-
-def test_ranks_of_one_launcher_see_the_same_gpus(torchrun, monkeypatch):
-    torchrun(rank=1, size=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(ConfigError, match=r"torchrun: expected at most 1 ranks on.*got 2"):
-        rendezvous._cuda_device(read_launch_environment())
-
-
-def test_ranks_that_share_a_gpu_are_told_so(torchrun, monkeypatch):
+@pytest.fixture
+def gpus(monkeypatch):
+    """`gpus(n)`: torch sees n GPUs; NCCL finds one of them shared. The devices that were set."""
     import torch.distributed as dist
 
     # As NCCL says it, which compares the GPUs of all ranks, however they are numbered.
     said = "ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device c1000"
+    chosen = []
 
     def init_process_group(*_, **given):
-        assert str(given["device_id"]) == "cuda:0"
+        assert [given["device_id"]] == chosen
         raise dist.DistBackendError(said)
 
-    torchrun(port=free_port())
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    monkeypatch.setattr("torch.cuda.set_device", lambda _: None)
-    monkeypatch.setattr(dist, "init_process_group", init_process_group)
-    with pytest.raises(ConfigError, match="a GPU for each rank; rank 0 shares cuda:0 of this mach"):
+    def set_gpus(count):
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+        monkeypatch.setattr("torch.cuda.set_device", chosen.append)
+        monkeypatch.setattr(dist, "init_process_group", init_process_group)
+
+    return set_gpus
+
+
+@pytest.mark.parametrize(("visible", "device"), [(1, "cuda:0"), (4, "cuda:3")])
+def test_a_task_computes_on_the_one_gpu_that_it_sees(visible, device, srun, gpus):
+    from torch.distributed import TCPStore
+
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    srun(4, SLURM_PROCID=3, SLURM_LOCALID=3, **place)
+    gpus(visible)
+    store = TCPStore(*place.values(), is_master=True, wait_for_workers=False)  # as of rank 0
+    with pytest.raises(ConfigError, match=f"for each rank; rank 3 shares {device} of this mach"):
+        rendezvous.init_process_group(timeout_s=5.0)
+    assert store
+
+
+def test_ranks_of_one_launcher_see_the_same_gpus(torchrun, gpus):
+    torchrun(rank=1, size=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
+    gpus(1)
+    with pytest.raises(ConfigError, match=r"torchrun: expected at most 1 ranks on.*got 2"):
         rendezvous.init_process_group(timeout_s=5.0)
 
 

@@ -17,7 +17,7 @@ from fullshard.launch.rendezvous import LaunchStore
 from fullshard.launch.spawn import LocalLaunch, fork_server, launch_local_ranks
 from support import forked
 from support.launcher import run_local_ranks
-from support.processes import assert_all_end, read_pids
+from support.processes import assert_all_end, newest_child, read_pids
 
 ROOT = Path(__file__).parents[2]
 
@@ -99,7 +99,7 @@ def test_ranks_are_forked_or_else_started(run, tmp_path, monkeypatch, capfd, how
         monkeypatch.setattr("fullshard.launch.fork_server._PR_SET_CHILD_SUBREAPER", 9999)
     with fork_server([module]) as server:
         if "has ended" in how:
-            server._process.kill()
+            newest_child().kill()
         assert run("imported", module, server=server) == 0
     for rank in range(2):
         assert log(tmp_path, rank) == f"rank {rank}: {how == 'forked'}\n"

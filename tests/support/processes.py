@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -41,6 +42,19 @@ def finished(
 def python(*words: object, **how: Any) -> subprocess.CompletedProcess[str]:
     """The same of this Python."""
     return finished(sys.executable, *words, **how)
+
+
+def newest_child() -> psutil.Process:
+    """The process that this one started last."""
+    return max(psutil.Process().children(), key=psutil.Process.create_time)
+
+
+def close_folders(below: Path) -> None:
+    """Closes the open folders of this process at or below a place, and so ends their locks."""
+    for descriptor in [*Path("/proc/self/fd").iterdir()]:
+        # The listing has closed its own.
+        if descriptor.is_dir() and descriptor.readlink().is_relative_to(below.resolve()):
+            os.close(int(descriptor.name))
 
 
 def is_running(pid: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,16 @@ def numbers(run: Path, *kinds: str) -> dict[str, float]:
     kinds = kinds or ("loss", "eval_loss")
     rows = [*read_rows(run / "metrics.jsonl")]
     return {f"{kind} {row['step']}": row[kind] for row in rows for kind in kinds if kind in row}
+
+
+def same_losses(fullshard: Callable[..., Any], folder: Path, *words: object) -> dict[str, float]:
+    """Runs a command on torch and on jax; the losses of both, which are the same."""
+    for backend in ("torch", "jax"):
+        more = (f"backend={backend}", f"output_dir={folder / backend}")
+        fullshard(*words, *more, code=0)
+    found = numbers(folder / "jax")
+    assert found == pytest.approx(numbers(folder / "torch"), rel=1e-5)
+    return found
 
 
 def losses(run: Path) -> dict[int, float]:

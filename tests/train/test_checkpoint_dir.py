@@ -16,7 +16,7 @@ from fullshard.run.resume import check_lock
 from fullshard.saving import Saves
 from support import forked
 from support.object_store import PLUGINS
-from support.processes import python
+from support.processes import close_folders, python
 from train.test_resume import write
 
 pytestmark = pytest.mark.timeout(300)
@@ -72,14 +72,14 @@ def test_a_run_whose_folder_is_lost_resumes_from_the_store(tmp_path):
 def test_a_folder_where_another_process_saves_is_refused_before_the_first_step(
     tmp_path, launcher, code
 ):
-    (other := Saves()).claim_folder(place := tmp_path / "elsewhere")
+    Saves().claim_folder(place := tmp_path / "elsewhere")
     words = ("train", write(tmp_path), "max_steps=2", f"training.checkpoint_dir={place}")
     said = fullshard(*words, code=code, launcher=launcher)
     assert "expected a folder that no other run uses; another process saves its steps" in said
     assert losses(tmp_path) == {}
     # Under torchrun rank 0 finds it while the other ranks wait for it, and begins no run.
     assert (tmp_path / "run/run.json").exists() is (launcher == ())
-    os.close(other._claims[place.resolve()])
+    close_folders(place)
     fullshard(*words, launcher=launcher)
     assert sorted(losses(tmp_path)) == [1, 2]
 
@@ -87,6 +87,10 @@ def test_a_folder_where_another_process_saves_is_refused_before_the_first_step(
 def test_a_store_is_held_by_one_run_until_it_no_longer_answers(tmp_path, monkeypatch):
     for name, seconds in {"BEAT_S": 0.05, "TOGETHER_S": 0.0}.items():
         monkeypatch.setattr(run_lock, name, seconds)
+    beats, repeated = [], run_lock.repeated
+    monkeypatch.setattr(
+        run_lock, "repeated", lambda beat, seconds: beats.append(beat) or repeated(beat, seconds)
+    )
     place = storage_path(f"objects:/{tmp_path}/bucket/run")
     (tmp_path / "run").mkdir()
     folder = RunFolder(tmp_path / "run")
@@ -101,7 +105,7 @@ def test_a_store_is_held_by_one_run_until_it_no_longer_answers(tmp_path, monkeyp
         first.end_beats()  # as of a machine that is suspended
         (place / run_lock.LOCK).unlink()  # as a cleaner of old objects does
         check_lock(folder)
-        first._beat()
+        beats[0]()
         assert (place / run_lock.LOCK).exists()
         monkeypatch.setattr(run_lock, "WATCH_S", 0.1)
         with StoreLock(place, "second"):

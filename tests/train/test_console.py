@@ -3,12 +3,16 @@
 import io
 import json
 import re
+from dataclasses import replace
+from types import SimpleNamespace
 
+import torch
 from rich.console import Console
 
 from fullshard.config.schema import RunConfig
+from fullshard.models.generate import Sample
 from fullshard.observe.metrics import EvalRow, StepRow, read_rows
-from fullshard.run.console import RunConsole, RunWatcher, _memory
+from fullshard.run.console import RunConsole, RunWatcher, conclude
 from fullshard.run.folder import RunFolder
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -88,12 +92,22 @@ def test_an_evaluation_that_is_made_up_for_once_more_has_one_row(tmp_path, capsy
     assert "2.5000" not in said
 
 
-def test_workspaces_of_a_gpus_libraries_are_told_apart_from_tensors(tmp_path):
+def test_workspaces_of_a_gpus_libraries_are_told_apart_from_tensors(tmp_path, capsys):
     """Torch's allocator counts both, but only tensors are known."""
     folder = RunFolder(tmp_path)
-    planned = {"expected_peak_bytes": 5 << 30, "library_bytes": 1 << 30}
+    planned = {"expected_peak_bytes": 5 << 30, "library_bytes": 1 << 30, "num_steps": 1}
     folder.record.write_text(json.dumps({"planned": planned}))
-    assert _memory(folder, 3 << 30) == (
+    session = SimpleNamespace(
+        folder=folder,
+        dataset=SimpleNamespace(facts=SimpleNamespace(baseline=None)),
+        seat=SimpleNamespace(device=torch.device("cpu")),
+    )
+    last = replace(row(1, 2.0), memory_peak_bytes=3 << 30)
+    watcher = SimpleNamespace(
+        step=last, evaluation=None, num_tokens=1, console=RunConsole(1, 1, Console(soft_wrap=True))
+    )
+    conclude(session, watcher, Sample("", "", 0), 1.0, None)
+    assert (
         "planned 4.0 GiB of tensors + 1.0 GiB of libraries (an estimate from large runs); "
         "measured 3.0 GiB per rank"
-    )
+    ) in capsys.readouterr().out

@@ -15,7 +15,7 @@ from fullshard.config.files import read_job
 from fullshard.config.load import load_config
 from fullshard.config.schema import DataConfig, RunConfig
 from fullshard.data import tokenize
-from fullshard.data.arrays import _map
+from fullshard.data.arrays import mapped_once
 from fullshard.data.dataset import load_facts
 from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.data.records import WRITTEN, files_at, identity
@@ -124,28 +124,25 @@ def test_what_a_kill_left_in_the_cache_a_day_ago_is_removed(tmp_path, tokenizer)
     assert lock.exists()
 
 
-def test_a_truncated_part_of_the_cache_is_made_anew(tmp_path, tokenizer):
-    text = tmp_path / "a.txt"
-    text.write_text(seeded_text(100))
-    expected = tokens(make_dataset([text_source(text)], NO_HOLD_OUT, tokenizer))
-    (part,) = (tmp_path / "cache").rglob("*.npy")
-    part.unlink()
-    part.write_bytes(b"\0" * 200)
-    _map.cache_clear()
-    assert tokens(make_dataset([text_source(text)], NO_HOLD_OUT, tokenizer)) == expected
-
-
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("suffix", [".npy", ".json"])
-def test_a_pipe_in_the_cache_is_replaced(tmp_path, tokenizer, suffix):
+@pytest.mark.parametrize(
+    ("suffix", "make"),
+    [
+        (".npy", lambda place: place.write_bytes(b"\0" * 200)),
+        (".npy", os.mkfifo),
+        (".json", os.mkfifo),
+    ],
+    ids=["truncated", "pipe", "pipe.json"],
+)
+def test_a_truncated_part_or_a_pipe_in_the_cache_is_replaced(tmp_path, tokenizer, suffix, make):
     text = tmp_path / "a.txt"
     text.write_text(seeded_text(100))
     expected = tokens(make_dataset([text_source(text)], NO_HOLD_OUT, tokenizer))
     (part,) = (tmp_path / "cache").rglob("*.npy")
     place = part.with_suffix(suffix)
     place.unlink()
-    os.mkfifo(place)
-    _map.cache_clear()
+    make(place)
+    mapped_once.cache_clear()
     assert tokens(make_dataset([text_source(text)], NO_HOLD_OUT, tokenizer)) == expected
     assert part.is_file()
 
@@ -162,7 +159,7 @@ def test_a_flipped_bit_of_the_cache_or_of_a_runs_link_to_it_is_never_trained_on(
     data = bytearray(part.read_bytes())
     data[500] ^= 1
     part.write_bytes(data)  # in place, so the run's link has it too
-    _map.cache_clear()
+    mapped_once.cache_clear()
     again = make_dataset([text_source(text)], NO_HOLD_OUT, tokenizer)
     assert tokens(again) == expected
     assert again.facts == made.facts
@@ -201,7 +198,7 @@ def test_tokens_that_are_gone_before_ranks_map_them_are_named(tmp_path, tokenize
     )
     for change in changes:
         change()
-        _map.cache_clear()
+        mapped_once.cache_clear()
         with pytest.raises(DataError, match=r"a.npy': expected the tokens from when the run"):
             tokens(Dataset.load(tmp_path / "data", facts, read))
 

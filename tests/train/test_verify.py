@@ -5,9 +5,10 @@ import json
 import pytest
 
 from fullshard.config.load import load_config
+from fullshard.launch.supervise import LaunchResult
 from fullshard.models.config import config_from_settings
 from fullshard.verify import check as verify
-from fullshard.verify.compare import _number_error
+from fullshard.verify.compare import number_error
 from fullshard.verify.faults import Fault
 from support.processes import python
 
@@ -114,13 +115,11 @@ def test_reference_imports_nothing_of_fullshard(tmp_path):
     assert len(numbers["norm"]) == 4
 
 
-def test_fault_that_nobody_notices_ends_with_code_1(capsys):
-    from fullshard.cli.verify import _outcome
-
-    prepared = verify.prepare(load_config(None, [MODEL]).config, Fault.WRONG_DIVISOR)
-    outcome = _outcome(prepared, verify.Verdict((), None, 1.0))
-    assert outcome.exit_code == 1
-    assert "NOT FOUND" in capsys.readouterr().out
+def test_fault_that_nobody_notices_ends_with_code_1(fullshard, monkeypatch):
+    ended = LaunchResult(0)
+    monkeypatch.setattr(verify, "run_sides", lambda *_: (None, ended))
+    monkeypatch.setattr(verify, "judge", lambda *_: verify.Verdict((), None, 1.0))
+    assert "NOT FOUND" in fullshard("verify", MODEL, "--inject", "wrong_divisor", code=1).out
 
 
 def test_model_folder_is_shrunk_like_a_configuration(tmp_path):
@@ -168,6 +167,6 @@ def test_units_are_chosen_as_at_full_width():
 
 
 def test_numbers_that_are_none_are_infinitely_wrong():
-    assert _number_error(float("nan"), 1.0) == float("inf")
-    assert _number_error(1.5, 2.0) == 0.25
-    assert _number_error(1.0, 1.0) == 0.0
+    assert number_error(float("nan"), 1.0) == float("inf")
+    assert number_error(1.5, 2.0) == 0.25
+    assert number_error(1.0, 1.0) == 0.0

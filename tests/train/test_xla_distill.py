@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from fullshard.observe.metrics import read_rows
 from support.model_folder import small_config, write_chats, write_model
-from support.runs import other_cache_at_the_start
+from support.runs import numbers, other_cache_at_the_start, same_losses
 from support.text import seeded_text
 
 pytestmark = pytest.mark.timeout(600)
@@ -57,10 +57,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-def losses(run):
-    return [row.get("loss", row.get("eval_loss")) for row in read_rows(run / "metrics.jsonl")]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
@@ -74,17 +70,12 @@ def losses(run):
 )
 def test_losses_are_those_of_torch(folder, fullshard, tmp_path, words):
     config, *more = words
-    found = {}
+    found = same_losses(fullshard, tmp_path, "distill", folder / config, *more)
+    assert len(found) == 6
+    assert found["loss 3"] < found["loss 1"]
     for backend in ("torch", "jax"):
-        run = tmp_path / backend
-        given = (folder / config, *more, f"backend={backend}", f"output_dir={run}")
-        fullshard("distill", *given, code=0)
-        found[backend] = losses(run)
-        student = AutoModelForCausalLM.from_pretrained(run / "model")
+        student = AutoModelForCausalLM.from_pretrained(tmp_path / backend / "model")
         assert student.generate(torch.tensor([[5, 6]]), max_new_tokens=3).shape == (1, 5)
-    assert len(found["torch"]) == 6
-    assert found["jax"] == pytest.approx(found["torch"], rel=1e-5)
-    assert found["jax"][3] < found["jax"][0]
     names = [{path.name for path in (tmp_path / name).iterdir()} for name in ("torch", "jax")]
     assert names[0] - {"samples.jsonl"} == names[1]  # XLA samples no text between steps
 
@@ -95,17 +86,12 @@ def test_logits_of_torch_train_here_and_runs_go_on(folder, fullshard, tmp_path, 
     kept = f"distill.cache={tmp_path / 'logits'}"
     words = ("distill", "cache", folder / "drawn.yaml", kept, "top_k=20")
     fullshard(*words, f"output_dir={tmp_path / 'caching'}", code=0)
-    found = {}
-    for name, *more in (
-        ("torch",),
-        ("jax", "backend=jax"),
-        ("joined", "--resume", str(tmp_path / "jax" / "checkpoints" / "step-00000002")),
-    ):
-        given = (folder / "drawn.yaml", kept, *more, f"output_dir={tmp_path / name}")
-        fullshard("distill", *given, code=0)
-        found[name] = losses(tmp_path / name)
-    assert found["jax"] == pytest.approx(found["torch"], rel=1e-5)
-    assert found["joined"] == pytest.approx(found["torch"][3:], rel=1e-5)
+    words = ("distill", folder / "drawn.yaml", kept)
+    wanted = [*same_losses(fullshard, tmp_path, *words).values()]
+    middle = tmp_path / "jax" / "checkpoints" / "step-00000002"
+    fullshard(*words, "--resume", middle, f"output_dir={tmp_path / 'joined'}", code=0)
+    joined = [*numbers(tmp_path / "joined").values()]
+    assert joined == pytest.approx(wanted[3:], rel=1e-5)
     given = (folder / "drawn.yaml", kept, "backend=jax", f"output_dir={tmp_path / 'jax'}")
     fullshard("distill", *given, "max_steps=5", code=0)
     rows = read_rows(tmp_path / "jax" / "metrics.jsonl")
@@ -126,16 +112,10 @@ def test_packed_chats_with_kept_logits_have_the_losses_of_torch(
     kept = (f"distill.cache={tmp_path / 'logits'}", "top_k=300", "max_length=64")
     words = (folder / "read.yaml", f"data.path={tmp_path / 'chat.jsonl'}", "packing=true", *kept)
     fullshard("distill", "cache", *words, f"output_dir={tmp_path / 'caching'}", code=0)
-    found = {}
-    for name, *more in (
-        ("torch",),
-        ("jax", "backend=jax"),
-        ("teacher", "backend=jax", "distill.cache=null"),
-    ):
-        fullshard("distill", *words, *more, f"output_dir={tmp_path / name}", code=0)
-        found[name] = losses(tmp_path / name)
-    assert found["jax"] == pytest.approx(found["torch"], rel=1e-5)
-    assert found["teacher"] == pytest.approx(found["jax"], rel=2e-3)  # kept in float16
+    wanted = same_losses(fullshard, tmp_path, "distill", *words)
+    more = ("backend=jax", "distill.cache=null", f"output_dir={tmp_path / 'teacher'}")
+    fullshard("distill", *words, *more, code=0)
+    assert numbers(tmp_path / "teacher") == pytest.approx(wanted, rel=2e-3)  # kept in float16
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fullshard.errors import FullshardError
 from support.lazy import fj, jax, nnx, optax
 from support.processes import python
+from support.scripts import said_by
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -88,13 +88,12 @@ def test_a_sharded_nnx_model_trains_as_on_one_device(devices):
 
 
 def refusals():
-    said = []
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("fsdp",))
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     state = nnx.ModelAndOptimizer(model, optax.sgd(0.1))
     step = fj.create_fsdp_train_step(mesh)
-    for do in (
+    attempts = (
         lambda: fj.shard_fsdp({"w": np.ones(8)}),
         lambda: fj.create_fsdp_train_step(mesh)(optimizer, {}),
         lambda: fj.plan({"w": np.ones(8)}, {"strategy": "no_shard"}, fj.make_mesh()),
@@ -106,12 +105,8 @@ def refusals():
         lambda: fj.analyze_memory({}, 0),
         lambda: step(state, {"input_ids": np.ones(16)}),
         lambda: step(state, {"input_ids": np.ones(15), "label": np.ones(15)}),
-    ):
-        try:
-            do()
-        except FullshardError as error:
-            said.append(str(error))
-    return said
+    )
+    return said_by(attempts)
 
 
 def test_mistakes_are_named_with_the_way_out(devices):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fullshard.errors import FullshardError
 from support.lazy import fj, jax, jnp, optax, train_state
+from support.scripts import said_by
 
 NUM_PARTS, NUM_MICRO, SAMPLES, WIDTH, LAYERS, NUM_STEPS = 4, 2, 32, 16, 4, 2
 
@@ -213,18 +213,6 @@ def test_tokens_are_counted_exactly_whatever_the_dtype_of_the_loss(devices, dtyp
     count, norm = devices(counted, dtype, num_tokens)
     assert count == num_tokens
     assert norm == pytest.approx(8**0.5 * 1e-2, rel=1e-2)
-
-
-def said_by(attempts):
-    """The message of each attempt's error."""
-    said = []
-    for do in attempts:
-        try:
-            do()
-            said.append("nothing")
-        except FullshardError as error:
-            said.append(str(error))
-    return said
 
 
 def unmatched(said, wanted):

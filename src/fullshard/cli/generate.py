@@ -66,15 +66,15 @@ def generate(  # noqa: PLR0913  a flag each
     settings = SamplingSettings(max_new_tokens, temperature, seed, top_k, top_p, repetition_penalty)
     if num_processes < 1:
         raise ConfigError(f"--num-processes: expected an integer >= 1, got {num_processes}.")
-    texts = (*(prompt or ()), *(_read_prompts(prompts) if prompts is not None else ())) or ("",)
+    texts = (*(prompt or ()), *(read_prompts(prompts) if prompts is not None else ())) or ("",)
     model = model_folder_of(folder)
     from fullshard.run.generation import Request
 
     request = Request(model, texts, settings, batch_size, chat, trust_remote_code)
-    return _carry_out(request, num_processes)
+    return carry_out(request, num_processes)
 
 
-def _carry_out(request: Request, num_processes: int) -> Outcome:
+def carry_out(request: Request, num_processes: int) -> Outcome:
     from fullshard.config.environment import read_launch_environment
     from fullshard.launch.local_call import call_on_ranks
     from fullshard.launch.rank_entry import run_rank
@@ -105,7 +105,7 @@ def _carry_out(request: Request, num_processes: int) -> Outcome:
     )
 
 
-def _read_prompts(file: Path) -> list[str]:
+def read_prompts(file: Path) -> list[str]:
     """The prompts of a file.
 
     Raises:

@@ -61,7 +61,7 @@ class TokenFile:
 
     def mapped(self) -> npt.NDArray[np.integer]:
         """The tokens, (count,), read from disk when they are used."""
-        return _map(self)
+        return mapped_once(self)
 
     def part(self, start: int, stop: int) -> TokenFile:
         """Tokens [start, stop) of these."""
@@ -87,7 +87,7 @@ def map_tokens(tokens: TokenFile) -> npt.NDArray[np.integer]:
         return found
 
 
-_map = lru_cache(maxsize=1024)(map_tokens)  # a process may have 65,530 maps
+mapped_once = lru_cache(maxsize=1024)(map_tokens)  # a process may have 65,530 maps
 
 
 def checksum_of(*arrays: npt.NDArray[Any]) -> str:

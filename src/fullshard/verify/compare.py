@@ -317,14 +317,14 @@ class Sides:
             if "losses" in facts:  # losses per rank; XLA's step returns only the mean
                 wanted = self.numbers["losses"][step][self.seats[rank].batch]
                 found = self.losses(step, rank)
-                errors = (_number_error(_at(found, i, math.nan), it) for i, it in enumerate(wanted))
+                errors = (number_error(_at(found, i, math.nan), it) for i, it in enumerate(wanted))
                 yield Difference(LOSS, step, rank, "", max(errors, default=0.0))
-            mean = _number_error(_at(facts["loss"], step, math.nan), self.numbers["loss"][step])
+            mean = number_error(_at(facts["loss"], step, math.nan), self.numbers["loss"][step])
             yield Difference(LOSS, step, None, MEAN, mean)
 
     def _norm_errors(self, step: int) -> Iterator[Difference]:
         for rank, facts in enumerate(self.facts):
-            error = _number_error(_at(facts["norm"], step, math.nan), self.numbers["norm"][step])
+            error = number_error(_at(facts["norm"], step, math.nan), self.numbers["norm"][step])
             yield Difference(NORM, step, rank, "", error)
 
     def _tensor_errors(self, step: int, what: str, kind: str) -> Iterator[Difference]:
@@ -393,7 +393,7 @@ def _at(values: list[Any], index: int, default: Any) -> Any:
     return values[index] if index < len(values) else default
 
 
-def _number_error(found: float, wanted: float) -> float:
+def number_error(found: float, wanted: float) -> float:
     return _finite(abs(found - wanted) / max(abs(wanted), 1e-3))
 
 

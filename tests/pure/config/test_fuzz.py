@@ -4,7 +4,7 @@ import re
 from importlib.resources import files
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.config.load import load_config
@@ -61,7 +61,6 @@ def mutated(draw):
     return text
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(text=mutated())
 def test_any_file_is_read_or_refused_by_a_typed_error(tmp_path_factory, text):
     path = tmp_path_factory.getbasetemp() / "fuzzed.yaml"

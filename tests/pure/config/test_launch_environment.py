@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.config.environment import (
@@ -131,7 +131,6 @@ sizes = st.integers(1, 64).flatmap(
 )
 
 
-@settings(deadline=None)
 @given(sizes, st.none() | st.text("abc/._ ", min_size=1))
 def test_what_is_written_for_a_child_is_what_it_reads(size, run_id):
     world_size, local_world_size, local_rank, above = size

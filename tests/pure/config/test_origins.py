@@ -3,7 +3,7 @@
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.config.explain import write_yaml
@@ -91,7 +91,6 @@ values = st.recursive(
 trees = st.dictionaries(keys, values, max_size=2)
 
 
-@settings(deadline=None, max_examples=50)
 @given(output_dir=words, free=trees, rate=st.floats(0, 1), steps=st.integers(1, 9))
 def test_any_configuration_survives_being_written(tmp_path_factory, output_dir, free, rate, steps):
     config = RunConfig(

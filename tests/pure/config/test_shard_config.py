@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.config.schema import ShardConfig
@@ -122,14 +122,12 @@ configs = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(configs)
 def test_a_record_reads_back_as_the_same_configuration(fields):
     config = ShardConfig(**fields)
     assert ShardConfig(**json.loads(json.dumps(config.to_dict()))) == config
 
 
-@settings(deadline=None)
 @given(st.one_of(st.integers(), st.floats(), st.text(), st.booleans(), st.none()))
 def test_whatever_stands_in_a_number_is_read_as_that_number_or_refused(value):
     try:

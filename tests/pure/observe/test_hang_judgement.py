@@ -141,8 +141,8 @@ def test_what_is_awaited_is_the_last_gather_of_the_unit():
     assert (found["doing"], found["number"]) == ("gather of a", 2)
 
 
-def test_a_hang_is_told_though_its_report_cannot_be_written(monkeypatch):
+def test_a_hang_is_told_though_its_report_cannot_be_written():
     dog, told = watchdog.Watchdog(read_launch_environment(RANK_0), 1.0, Path("/dev/full")), []
-    monkeypatch.setattr(watchdog, "_on_hang", [told.append])
+    watchdog.on_hang(told.append)
     dog._write(blamed(0, "rank 0 is stuck"), {0: "its stacks"}, {})
     assert [(str(one), one.rank) for one in told] == [("rank 0 is stuck", 0)]

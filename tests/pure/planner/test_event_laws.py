@@ -4,7 +4,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -102,7 +102,6 @@ def replay(plan):
     assert sorted(checker.reduced) == [unit.index for unit in plan.units if unit.trainable]
 
 
-@settings(deadline=None)  # the first plan imports torch
 @given(
     num_blocks=st.integers(2, 7),
     frozen=st.integers(0, 3),
@@ -144,7 +143,6 @@ def travels(plan, called, used):
     return [(e.kind, e.unit) for e in events if e.kind in (EventKind.GATHER, EventKind.REDUCE)]
 
 
-@settings(deadline=None)
 @given(
     num_blocks=st.integers(2, 7),
     depths=st.tuples(st.integers(0, 3), st.integers(0, 3)),

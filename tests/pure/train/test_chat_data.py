@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fullshard.config.schema import DataConfig, ModelConfig, SftConfig
 from fullshard.data import chat, chat_rows
-from fullshard.data.arrays import _map
+from fullshard.data.arrays import mapped_once
 from fullshard.data.chat import Example, encode, read_examples, set_template
 from fullshard.data.chat_rows import best_fit, chat_source, dealt, make_chat_dataset
 from fullshard.data.order import BatchShape, SampleOrder
@@ -323,7 +323,7 @@ def test_the_cache_is_used_until_a_file_changes(tokenizer, tmp_path, monkeypatch
             data = bytearray(damaged.read_bytes())
             data[-1 if end == "npy" else 0] ^= 1
             damaged.write_bytes(data)
-        _map.cache_clear()
+        mapped_once.cache_clear()
         assert prepared().facts == second
     assert made == ["made"] * 4
     other = copy.deepcopy(tokenizer)

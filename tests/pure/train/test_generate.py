@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from fullshard.cli.generate import _carry_out, _read_prompts
+from fullshard.cli.generate import carry_out, read_prompts
 from fullshard.errors import ConfigError, DivergedError
 from fullshard.models.generate import Sampler, SamplingSettings, model_folder_of
 from support.sizes import sizes_of
@@ -98,13 +98,13 @@ def test_a_temperature_next_to_zero_takes_the_most_likely_tokens(model):
 )
 def test_prompts_of_a_file_end_where_lines_do(name, content, expected, tmp_path):
     (tmp_path / name).write_bytes(content.encode())
-    assert _read_prompts(tmp_path / name) == expected
+    assert read_prompts(tmp_path / name) == expected
 
 
 def test_a_prompt_that_sets_what_options_set_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "id": 1, "temperature": 0}')
     with pytest.raises(ConfigError, match="temperature in a row; options set it for all"):
-        _read_prompts(tmp_path / "a.jsonl")
+        read_prompts(tmp_path / "a.jsonl")
 
 
 def test_a_launcher_with_another_number_of_ranks_is_refused(monkeypatch):
@@ -113,7 +113,7 @@ def test_a_launcher_with_another_number_of_ranks_is_refused(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "GROUP_RANK"):
         monkeypatch.setenv(name, "0")
     with pytest.raises(ConfigError, match=r"--num-processes: expected 2, .*, got 3\."):
-        _carry_out(TOKENIZER, 3)
+        carry_out(TOKENIZER, 3)
 
 
 def test_drawn_tokens_follow_from_the_seed(model):

@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.config.schema import DataConfig, ModelConfig
@@ -25,7 +25,6 @@ from fullshard.errors import ConfigError, DataError
 from support.text import seeded_text
 
 texts = st.text(alphabet="ab\n", min_size=1, max_size=40)
-FIXTURES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def held_out(folder, kind, fraction, *contents):
@@ -38,7 +37,6 @@ def held_out(folder, kind, fraction, *contents):
     return [["".join(read_text(span)) for span in part] for part in parts]
 
 
-@FIXTURES
 @given(st.lists(texts, min_size=1, max_size=8), st.floats(0.0, 0.9))
 def test_running_text_is_cut_once_and_nothing_is_lost(tmp_path, documents, fraction):
     train, rest = held_out(tmp_path, FileKind.TEXT, fraction, *documents)
@@ -56,7 +54,6 @@ def test_running_text_without_lines_is_cut_between_characters(tmp_path):
     assert train + rest == ["\u20ac" * 50, "\u20ac" * 51]
 
 
-@FIXTURES
 @given(st.integers(2, 60), st.floats(0.01, 0.9))
 def test_records_stay_whole_and_at_least_one_is_on_each_side(tmp_path, count, fraction):
     lines = [f'{{"text": "record {number}"}}\n' for number in range(count)]

@@ -1,7 +1,6 @@
 """Batches are made by a process beside the rank: in order, with its errors, and gone with it."""
 
 import operator
-import os
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import pytest
 
 from fullshard.data.worker import Worker
 from fullshard.errors import HangError
+from support.processes import assert_all_end, newest_child
 
 RANK = """
 import time
@@ -50,15 +50,16 @@ def test_an_error_is_raised_by_the_rank_that_asked_for_it_and_the_next_request_i
 def test_signals_that_stop_a_run_leave_the_worker_to_its_rank():
     worker = Worker(operator.itemgetter(1))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        os.kill(worker._process.pid, number)
+        newest_child().send_signal(number)
     assert worker.take((False, 5), None) == 5
 
 
 def test_a_killed_worker_is_a_typed_error():
     worker = Worker(operator.itemgetter(1))
     assert worker.take((False, 0), None) == 0
-    worker._process.kill()
-    worker._process.wait()
+    process = newest_child()
+    process.kill()
+    assert_all_end([process.pid])
     with pytest.raises(
         HangError, match=r"from the process that prepares it, but .* by SIGKILL. Memory may"
     ):
