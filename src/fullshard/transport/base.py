@@ -32,7 +32,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,36 +100,21 @@ class Axes:
         return cls(mesh, rank, tuple(shards), tuple(replicas), *indices, **groups)
 
 
-class Fetch(Protocol):
-    """A running all-gather."""
-
-    def wait(self) -> None:
-        """Wait until the buffers are complete and this rank's parts may be overwritten."""
-        ...
-
-
-@dataclass(frozen=True)
-class LateFetch:
-    """An all-gather that is completed when it is waited for."""
-
-    wait: Callable[[], None]
-
-
 class Works:
     """Running messages or collectives.
 
     Args:
         works: torch.distributed's work of each.
         phase: The phase that they belong to, for errors.
-        compare: Called before the first wait; raises an error if ranks sent different things.
+        first: Called at the first wait: compares what ranks sent, or does all the work.
     """
 
-    __slots__ = ("_compare", "_phase", "_works")
+    __slots__ = ("_first", "_phase", "_works")
 
     def __init__(
-        self, works: Sequence[Any], phase: str = "", compare: Callable[[], None] | None = None
+        self, works: Sequence[Any], phase: str = "", first: Callable[[], object] | None = None
     ) -> None:
-        self._works, self._phase, self._compare = works, phase, compare
+        self._works, self._phase, self._first = works, phase, first
 
     def wait(self) -> None:
         """Wait until all are complete. After an error, a further call returns at once.
@@ -138,10 +123,10 @@ class Works:
             EngineError: Another rank has ended.
             HangError: The process group's time-out has passed.
         """
-        works, compare = self._works, self._compare
-        self._works, self._compare = (), None  # gloo waits forever for messages that have arrived
-        if compare is not None:
-            compare()
+        works, first = self._works, self._first
+        self._works, self._first = (), None  # gloo waits forever for messages that have arrived
+        if first is not None:
+            first()
         try:
             for work in works:
                 work.wait()
@@ -386,8 +371,10 @@ class Transport(ABC):
         self.phase = ComparedPhase()
 
     @abstractmethod
-    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:
+    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Works:
         """Start to fill the other ranks' parts of (numel,) buffers that contain this rank's part.
+
+        Once waited for, the buffers are complete, and this rank's parts may be overwritten.
 
         Args:
             fulls: The buffers.
@@ -545,7 +532,7 @@ class FakeTransport(Transport):
 
     name = "fake"
 
-    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:  # noqa: ARG002
+    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Works:  # noqa: ARG002
         for full in fulls:
             for index, part in enumerate(full.chunk(self.axes.mesh.shard)):
                 if index != self.axes.shard_index:
