@@ -284,7 +284,11 @@ class Weights:
 class Home:
     """The memory of masters and gradient slots, and the rules for writing it.
 
-    This class is the private memory of one rank, without waits; see `SharedHome`.
+    This class is the private memory of one rank, without waits; see `SharedHome`. If units have
+    several meshes, one home consists of those of the meshes.
+
+    Args:
+        parts: The homes that it consists of, by mesh.
 
     Attributes:
         wrote: Whether this rank has written shared weights since `publish`.
@@ -294,16 +298,20 @@ class Home:
 
     wrote = False
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Mapping[Mesh, Home] | None = None) -> None:
+        self._parts = parts or {}
         self.num_writes = 0
         self.await_reads: Callable[[], None] | None = None
 
     def open_weights(self, units: Sequence[UnitPlan]) -> None:
         """Allocate shared weights. A collective."""
+        for mesh, part in self._parts.items():
+            part.open_weights([unit for unit in units if unit.mesh == mesh])
 
-    def weights(self, unit: int, group: int) -> Weights | None:  # noqa: ARG002 shared homes use it
+    def weights(self, unit: int, group: int) -> Weights | None:
         """Returns the shared weights of a group; None if the caller allocates them."""
-        return None
+        found = (part.weights(unit, group) for part in self._parts.values())
+        return next(filter(None, found), None)
 
     def open_slots(self, units: Sequence[UnitPlan], rings: Sequence[Ring]) -> Slots:  # noqa: ARG002
         """Allocate slots that ranks share, by ring, for the units of one mesh. A collective."""
@@ -311,9 +319,14 @@ class Home:
 
     def publish(self) -> None:
         """Wait until all ranks have written their weights, at the beginning of a forward."""
+        self.wrote = False
+        for part in self._parts.values():
+            part.publish()
 
     def finish_reading(self, *, settled: bool) -> None:
         """Note that this rank has finished reading the weights; `settled`: all ranks have."""
+        for part in self._parts.values():
+            part.finish_reading(settled=settled)
 
     def before_write(self) -> int:
         """Wait until no rank reads the weights that this rank is about to write.
@@ -324,6 +337,9 @@ class Home:
         self.num_writes += 1
         if self.await_reads is not None:
             self.await_reads()
+        for part in self._parts.values():
+            part.before_write()
+            self.wrote |= part.wrote
         return self.num_writes
 
     def claim(self, slot: torch.Tensor) -> None:
@@ -406,45 +422,14 @@ class Transport(ABC):
         """Sum (or take the maximum of) a small contiguous vector over all ranks, in place."""
 
 
-class HomeOfMeshes(Home):
-    """The homes of a model whose units have several meshes, as one.
+def home_of(transports: Mapping[Mesh, Transport]) -> Home:
+    """The home of all units of a model: that of its mesh, or one that consists of several.
 
     Args:
-        homes: Homes by mesh, in an order that is equal on all ranks.
+        transports: By mesh, in an order that is equal on all ranks.
     """
-
-    def __init__(self, homes: Mapping[Mesh, Home]) -> None:
-        super().__init__()
-        self._homes = homes
-
-    def open_weights(self, units: Sequence[UnitPlan]) -> None:
-        for mesh, home in self._homes.items():
-            home.open_weights([unit for unit in units if unit.mesh == mesh])
-
-    def weights(self, unit: int, group: int) -> Weights | None:
-        return next(filter(None, (h.weights(unit, group) for h in self._homes.values())), None)
-
-    def publish(self) -> None:
-        self.wrote = False
-        for home in self._homes.values():
-            home.publish()
-
-    def finish_reading(self, *, settled: bool) -> None:
-        for home in self._homes.values():
-            home.finish_reading(settled=settled)
-
-    def before_write(self) -> int:
-        self.num_writes += 1
-        for home in self._homes.values():
-            home.before_write()
-            self.wrote |= home.wrote
-        return self.num_writes
-
-
-def home_of(transports: Mapping[Mesh, Transport]) -> Home:
-    """The home of all units of a model."""
     homes = {mesh: transport.home for mesh, transport in transports.items()}
-    return HomeOfMeshes(homes) if len(homes) > 1 else next(iter(homes.values()))
+    return Home(homes) if len(homes) > 1 else next(iter(homes.values()))
 
 
 class MessageTransport(Transport):
