@@ -25,7 +25,7 @@ import torch
 
 from fullshard.errors import ConfigError
 from fullshard.planner.mesh import Mesh
-from fullshard.transport.base import Fetch, Reduction, Transport
+from fullshard.transport.base import Reduction, Transport, Works
 
 if TYPE_CHECKING:
     from fullshard.engine.engine import Engine
@@ -170,7 +170,7 @@ class DelayTransport:
     def claim(self, slot: torch.Tensor) -> None:
         self.inner.claim(slot)
 
-    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:
+    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Works:
         if self._mesh.shard == 1:
             return self.inner.fetch(fulls, unit)
         num_bytes = self._others_bytes(fulls)

@@ -31,7 +31,7 @@ from fullshard.cli.bench import OutFlag, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.engine.engine import engine_of
 from fullshard.launch.machine import describe_machine
-from fullshard.transport.base import Fetch, Reduction, Works
+from fullshard.transport.base import Reduction, Works
 
 NAME = "benchmarks.gpu"
 ENGINES = (PLAIN, OURS, REFERENCE)
@@ -70,7 +70,7 @@ NO_GPU = "torch sees no CUDA device here, so nothing was measured."
 class _AlikeTransport(IdleTransport):
     """Gathers from ranks that have what this one has: zeros would spare the GPU power."""
 
-    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:  # noqa: ARG002
+    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Works:  # noqa: ARG002
         for full in fulls:
             _repeat(full.view(self.axes.mesh.shard, -1))
         return Works(())

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 import fullshard as fs
-from fullshard.engine._torch_compat import GRAD
 from fullshard.engine.engine import engine_of
 from fullshard.errors import FullshardError
 from support.grid import STRATEGIES, marked
@@ -214,7 +213,7 @@ def lost_gradient(engine, note):
 
     def loses(of, member):
         if of is unit and member is member.group.members[0]:
-            gradient = GRAD.__get__(member.compute)
+            gradient = torch.Tensor.grad.__get__(member.compute)
             lost = member.target if gradient is None else gradient
             lost.zero_()  # where it was written, or where autograd put it
             note()

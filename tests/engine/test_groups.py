@@ -1,7 +1,6 @@
 """Which process groups a rank asks torch for: their number, and how NCCL's are made."""
 
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import wraps
 from inspect import signature
 from types import SimpleNamespace
@@ -19,10 +18,8 @@ from fullshard.config.values import TransportKind
 from fullshard.engine.homes import default_device
 from fullshard.errors import ConfigError
 from fullshard.planner.mesh import Mesh
-from fullshard.transport import _torch_compat
 from fullshard.transport.groups import (
     Exchange,
-    _made,
     all_values,
     make_transport,
     own_group,
@@ -92,14 +89,13 @@ def test_a_rank_makes_its_own_groups_alone_and_each_once(meshes):
 
 
 def made_again():
-    """What ranks say over a group that takes the place of one that was destroyed."""
+    """What ranks say over a group of the same ranks as one that was destroyed."""
     told, names = [], set()
-    for _ in range(2):
-        group = own_group("again", [[0, 1]])
+    for purpose in ("first", "second"):
+        group = own_group(purpose, [[0, 1]])
         names.add(group.group_name)
         told.append(all_values(dist.get_rank(), group))
         dist.destroy_process_group(group)
-        _made().groups.clear()
     assert len(names) == 2
     return told
 
@@ -122,14 +118,13 @@ def test_groups_of_nccl_have_streams_of_high_priority_and_the_time_out_of_all_ra
         alone(0) as calls,
         patch.object(dist, "ProcessGroupNCCL", nccl, create=True),
         patch.object(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl"),
-        patch.object(_torch_compat, "group_timeout", lambda _: timedelta(seconds=7)),
     ):
         dist.group.WORLD.bound_device_id = device
         (transport,) = transports([DENSE])
     assert len(calls) == MADE[DENSE,]
     for call in calls:
         assert call.backend_options.is_high_priority_stream
-        assert call.backend_options._timeout == call.timeout == timedelta(seconds=7)
+        assert call.backend_options._timeout == call.timeout == dist.default_pg_timeout
         assert call.device_id == device  # so that NCCL splits
     kinds = transport.axes.gather_group, transport.axes.reduce_group
     assert kinds[0] is not kinds[1]  # so that neither waits for the other's stream
@@ -183,9 +178,6 @@ def test_a_model_on_meta_goes_to_the_device_that_the_group_was_given(monkeypatch
 @pytest.mark.parametrize(("device", "kind"), [("cpu", "direct"), ("cuda", "c10d")])
 def test_sums_before_there_is_an_engine_are_sent_by_the_group_of_the_device(device, kind):
     made = []
-    with (
-        patch.object(wrapping, "make_transport", lambda config, _: made.append(config.transport)),
-        pytest.raises(AttributeError),  # there is no transport
-    ):
-        wrapping._EarlyNorms(Mesh(1, 2), torch.device(device)).all_reduce(torch.zeros(1), "a norm")
+    with patch.object(wrapping, "make_transport", lambda given, _: made.append(given.transport)):
+        wrapping.early_transport(Mesh(1, 2), torch.device(device))
     assert made == [TransportKind(kind)]

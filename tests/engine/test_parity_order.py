@@ -15,6 +15,7 @@ from fullshard.engine import placing
 from fullshard.engine.engine import engine_of
 from fullshard.planner.events import EventKind
 from fullshard.planner.memory import most_spilled_bytes
+from fullshard.transport.shared import home
 from support.grid import PAIRED, STRATEGIES, in_turn, marked, prefetching
 from support.models import CHAIN, WIDTH, chain, mean_square, vectors
 from support.parity import assert_parity, assert_planned_events, backward_alone, unlike_gradients
@@ -213,39 +214,43 @@ def test_rings_are_freed_before_others_are_made():
     assert made.alive == 0
 
 
-def learn_beside_peers(order, is_alone):
+def learn_beside_peers(order, is_alone, monkeypatch):
     """As `learn`, with offloaded weights in shared memory: their memory, and whether it was freed.
 
     Where segments are made, all ranks meet: by then, none may map a former one.
     """
+    made, old, alive, share = [], [], [], home.share_segment
+
+    def note(*given):
+        alive.extend(mapping() is not None for mapping in old)
+        segment = share(*given)
+        made.append(weakref.ref(segment.mapping))
+        return segment
+
+    monkeypatch.setattr(home, "share_segment", note)
     model: Any = fs.shard(chain(), wrap=["Block"], transport="shared", offload="cpu", poison=True)
-    home, alone, alive = engine_of(model).transport.home, chain(), []
+    alone = chain()
     CHAIN.work(model, 0, dist.get_rank(), order=order)
     if is_alone:
         with torch.no_grad():  # prefetches units that are never entered
             model.blocks[order[0]](torch.ones(1, WIDTH, dtype=torch.float64))
-    old = [weakref.ref(slots._segment.mapping) for slots in (home.gathered, home.gradients)]
-    own = home._all_values
-
-    def all_values(value):
-        alive.extend(segment() is not None for segment in old)
-        return own(value)
-
-    home._all_values = all_values
+    old += made[-2:]  # of gathered weights and of gradients
     model.zero_grad()
     CHAIN.work(model, 1, dist.get_rank(), order=order)
     assert engine_of(model).runtime.agreed
     backward_alone(lambda rank: CHAIN.loss(alone(**CHAIN.batch(1, rank), order=order)))
     assert unlike_gradients(model, alone) == []
-    return [segment() is not None for segment in old], alive
+    monkeypatch.undo()
+    return [mapping() is not None for mapping in old], alive
 
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize("is_alone", [False, True])
 @on_ranks(2)
 def test_slots_in_shared_memory_are_used_again_or_freed_first(is_alone):
-    assert learn_beside_peers((3, 1, 2, 0), is_alone) == ([True, True], [])
-    kept, alive = learn_beside_peers((0, 1, 2, 3, 0, 1, 2, 3), is_alone)
+    patches = pytest.MonkeyPatch()
+    assert learn_beside_peers((3, 1, 2, 0), is_alone, patches) == ([True, True], [])
+    kept, alive = learn_beside_peers((0, 1, 2, 3, 0, 1, 2, 3), is_alone, patches)
     assert kept == [False, False]
     assert len(alive) > 0
     assert not any(alive)

@@ -9,6 +9,7 @@ import time
 import warnings
 from contextlib import suppress
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ import torch.distributed as dist
 
 import fullshard as fs
 from fullshard.config import host_memory
-from fullshard.engine.engine import engine_of
 from fullshard.errors import OutOfMemoryError
 from fullshard.transport.shared import segment
 from fullshard.transport.shared.segment import Mark
@@ -162,8 +162,10 @@ def test_a_host_without_memory_for_deferred_gradients_is_said_in_backward():
     def populate(*_):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    engine_of(model).transport.home.gradients._segment.populate = populate
     with fs.no_sync(model):
         model(vectors(0, 0)["x"]).square().mean().backward()
-    with pytest.raises(OutOfMemoryError, match=r"transport shared: expected .*Cannot allocate mem"):
+    with (
+        mock.patch.object(segment.Segment, "populate", populate),
+        pytest.raises(OutOfMemoryError, match=r"transport shared: expected .*Cannot allocate mem"),
+    ):
         model(vectors(0, 0)["x"]).square().mean().backward()

@@ -18,7 +18,7 @@ from fullshard.errors import EngineError
 from fullshard.planner.mesh import Mesh
 from fullshard.transport import _torch_compat, c10d
 from fullshard.transport.base import Works
-from fullshard.transport.groups import _MADE, make_transport
+from fullshard.transport.groups import make_transport
 from support.grid import STRATEGIES, chequered
 from support.models import chain, float32_case, mean_square, vectors
 from support.parity import assert_planned_events, train_sharded
@@ -277,8 +277,9 @@ def test_both_spellings_do_the_same():
 def test_groups_wait_as_long_as_the_one_that_the_user_made():
     model = fs.shard(chain(), transport="c10d")
     model(torch.ones(1, 12, dtype=torch.float64))
-    groups = [group for made in _MADE.values() for group in made.groups.values()]
-    assert {_torch_compat.group_timeout(group) for group in groups} == {COLLECTIVE_TIMEOUT}
+    axes, cpu = engine_of(model).transport.axes, torch.device("cpu")
+    groups = axes.gather_group, axes.reduce_group, axes.world_group
+    assert {g._get_backend(cpu).options._timeout for g in groups} == {COLLECTIVE_TIMEOUT}
 
 
 def test_messages_that_failed_are_not_awaited_again():

@@ -1,5 +1,6 @@
 """The head makes the loss of `train` and `sft`, a chunk of tokens at a time: the same numbers."""
 
+import copy
 import itertools
 
 import pytest
@@ -123,6 +124,17 @@ def test_losses_and_weights_are_those_of_whole_logits(ranks, name, world_size):
         for name, tensor in expected.state_dict().items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-11, atol=1e-12, msg=name)
     assert found[0][0][-1] == pytest.approx(wanted[-1], rel=1e-12)
+
+
+def test_the_head_keeps_its_own_forward_and_hooks_of_the_user():
+    model, shapes, given = llama(tied=True), [], batches(0)[0]
+    Head(model)
+    model.lm_head.register_forward_hook(lambda *found: shapes.append(found[-1].shape))
+    assert "forward" not in vars(model.lm_head)
+    for each in (model, copy.deepcopy(model)):
+        next_token(Head.of(each), CHUNK)(each, given)
+        each(given["input_ids"])
+    assert shapes == [(1, 1, 1), (*given["input_ids"].shape, VOCAB)] * 2
 
 
 def test_no_tensor_of_tokens_by_vocabulary_exists():

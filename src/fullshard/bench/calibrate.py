@@ -43,7 +43,7 @@ from fullshard.outlook.calibration import Calibration, Ceilings, HostOverhead, P
 from fullshard.planner.mesh import Mesh
 from fullshard.recipes.base import causal_lm_loss
 from fullshard.run.optim import build_optimizer
-from fullshard.transport.base import Axes, FakeTransport, Fetch, Reduction, Works
+from fullshard.transport.base import Axes, FakeTransport, Reduction, Works
 from fullshard.transport.groups import make_transport
 
 if TYPE_CHECKING:
@@ -449,7 +449,7 @@ def _sharded_step(config: RunConfig, ids: torch.Tensor) -> Callable[[Callable[[]
 class IdleTransport(FakeTransport):
     """Messages that cost nothing; a fake transport's cost grows with the number of peers."""
 
-    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:  # noqa: ARG002
+    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Works:  # noqa: ARG002
         return Works(())
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:

@@ -538,17 +538,17 @@ class _EarlyNorms(GradientNorms):
         super().begin_clipping(limit)
 
     def all_reduce(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.transport = _early_transport(self._mesh, self.device)
+        self.transport = early_transport(self._mesh, self.device)
         return super().all_reduce(*args, **kwargs)
 
 
 def _early_gather(
     mesh: Mesh, layout: FlatLayout, piece: Slice, local: torch.Tensor
 ) -> torch.Tensor:
-    return gather_piece(_early_transport(mesh, local.device), layout, piece, local)
+    return gather_piece(early_transport(mesh, local.device), layout, piece, local)
 
 
-def _early_transport(mesh: Mesh, device: torch.device) -> Transport:
+def early_transport(mesh: Mesh, device: torch.device) -> Transport:
     is_direct = device.type == "cpu" or mesh.world_size == 1  # NCCL sends no tensors of the host
     kind = TransportKind.DIRECT if is_direct else TransportKind.C10D
     return make_transport(ShardConfig(transport=kind), mesh)

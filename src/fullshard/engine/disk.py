@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ import torch
 from fullshard.engine._torch_compat import no_guard
 from fullshard.errors import ConfigError, EngineError
 from fullshard.planner.memory import DISK_PIECE, DISK_ROOM, NUM_DISK_ROOMS
-from fullshard.transport.base import Fetch
+from fullshard.transport.base import Works
 
 FILE_BYTES = 1 << 30  # of a file, which takes space as tensors are put into it
 PAGE = mmap.PAGESIZE
@@ -138,6 +138,7 @@ class Disk:
     Attributes:
         reader: The thread that reads.
         writer: The thread that writes.
+        begin: Starts the last gather, which this rank may never wait for while a peer does.
     """
 
     def __init__(self, folder: str) -> None:
@@ -145,7 +146,7 @@ class Disk:
         self._open: dict[str, _File] = {}  # by kind of state
         self.start()
         _DISKS.add(self)
-        self._waiting: Gather | None = None
+        self.begin: Callable[[], object] = lambda: None
 
     def start(self) -> None:
         """Make threads and rooms, again in a forked process, which has none of its own."""
@@ -254,15 +255,22 @@ class Disk:
         self.read(tensor, to)
         return None
 
-    def gather(self, loads: Sequence[Future[None]], start: Callable[[], Fetch]) -> Gather:
-        """Returns a gather, which starts at the next call of `begin` or at its own `wait`."""
-        self._waiting = Gather(loads, start)
-        return self._waiting
+    def gather(self, loads: Sequence[Future[None]], start: Callable[[], Works]) -> Works:
+        """Returns a gather, which starts at the next call of `begin` or when it is waited for.
 
-    def begin(self) -> None:
-        """Start the last gather, which this rank may never wait for while a peer does."""
-        if self._waiting is not None:
-            self._waiting.start()
+        Args:
+            loads: The running reads of this rank's parts, for which it waits first.
+            start: Starts to fetch the other ranks' parts.
+        """
+
+        @cache
+        def begin() -> Works:
+            for load in loads:
+                load.result()
+            return start()
+
+        self.begin = begin
+        return Works((), first=lambda: begin().wait())
 
     def drain(self) -> None:
         """Wait until this thread may use the mappings."""
@@ -278,32 +286,6 @@ class Disk:
 
 _DISKS: weakref.WeakSet[Disk] = weakref.WeakSet()
 os.register_at_fork(after_in_child=lambda: [disk.start() for disk in _DISKS])
-
-
-class Gather:
-    """A gather whose parts are read from disk first.
-
-    Args:
-        loads: The running reads.
-        start: Starts to fetch the other ranks' parts.
-    """
-
-    def __init__(self, loads: Sequence[Future[None]], start: Callable[[], Fetch]) -> None:
-        self._loads, self._start = loads, start
-        self._fetch: Fetch | None = None
-
-    def start(self) -> None:
-        """Wait for the reads, then fetch; once."""
-        if self._fetch is None:
-            for load in self._loads:
-                load.result()
-            self._fetch = self._start()
-
-    def wait(self) -> None:
-        """Wait until the slot contains the whole unit."""
-        self.start()
-        fetch: Any = self._fetch
-        fetch.wait()
 
 
 def _moved(call: Callable[..., int], place: Extent, piece: memoryview, at: int) -> int:

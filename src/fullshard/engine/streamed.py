@@ -13,7 +13,7 @@ from fullshard.engine.step import WAITS, Actions, Runtime, Use
 from fullshard.engine.unit import Member
 from fullshard.planner.events import Event
 from fullshard.planner.units import Homes
-from fullshard.transport.base import LateFetch
+from fullshard.transport.base import Works
 from fullshard.transport.streams import Streams
 
 MOST_TIMED = 1024  # pairs of events that are kept, unless the device is further behind
@@ -148,7 +148,7 @@ class OffloadedActions(TimedActions):
             if fetch is not None:
                 fetch.wait()
 
-        unit.fetch = LateFetch(wait)
+        unit.fetch = Works((), first=wait)
 
     def _to_host(self, copy: Callable[[], None]) -> Iterator[None]:
         done = self._aside(self._returns, copy)

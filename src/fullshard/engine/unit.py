@@ -31,7 +31,7 @@ from fullshard.engine.parameter import Guarded, ShardedGradient
 from fullshard.errors import EngineError
 from fullshard.planner.layout import FlatLayout, Slice, clean_name
 from fullshard.planner.units import GroupPlan, UnitPlan
-from fullshard.transport.base import Fetch, Reduction, Transport
+from fullshard.transport.base import Reduction, Transport, Works
 
 if TYPE_CHECKING:
     from fullshard.engine.gradients import GradientShard
@@ -429,7 +429,7 @@ class Unit:
                 member.group = group
         self.transport: Transport = transport
         self.shard_index = plan.mesh.coordinates(transport.rank)[1]
-        self.fetch: Fetch | None = None
+        self.fetch: Works | None = None
         self.reduction: Reduction | None = None
         self.swaps: list[Swap] = []
         self.slot_storages: set[int] = set()

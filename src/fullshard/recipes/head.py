@@ -2,9 +2,11 @@
 
 [Note: the head as a loss]
 A loss over a vocabulary needs the head's weight, which under sharding is gathered only during the
-head's own forward. So the head's forward computes the loss, chunk by chunk:
+head's own forward. So a hook after the head's forward computes the loss, chunk by chunk. A hook
+before it keeps the hidden states and passes none of their tokens on, so that the layer itself
+computes nothing:
 
-    body --> hidden (tokens, width) --> head.forward: for each chunk of tokens
+    body --> hidden (tokens, width) --> hook, (0, width) --> head --> hook: for each chunk of tokens
                                             logits --> loss, d loss / d hidden, d loss / d weight
                                         returns the summed loss
 
@@ -71,15 +73,17 @@ class Head:
                 f"{type(model).__name__} with {why}. Use another architecture."
             )
         layer = model.get_output_embeddings()
-        self._table = layer._parameters
         self._answer: Answer | None = None
+        self._hidden: torch.Tensor | None = None
         self._is_proven = False
-        layer.forward = self._forward
+        layer.register_forward_pre_hook(self._keep)
+        layer.register_forward_hook(self._replace)
+        layer.loss_head = self
 
     @staticmethod
     def of(model: Any) -> Head:
         """The head that was installed in this model, or in the model that it is a copy of."""
-        found = model.get_output_embeddings().forward.__self__
+        found = model.get_output_embeddings().loss_head
         assert isinstance(found, Head), "it was installed before"
         return found
 
@@ -89,7 +93,7 @@ class Head:
         try:
             return model(**inputs, use_cache=False).logits
         finally:
-            self._answer = None
+            self._answer = self._hidden = None
 
     def loss(
         self,
@@ -142,12 +146,18 @@ class Head:
                 "from the logits of all tokens."
             )
 
-    def _forward(self, input: torch.Tensor) -> torch.Tensor:
-        weight, bias = self._table["weight"], self._table.get("bias")
-        assert weight is not None, "a linear layer has a weight"
+    def _keep(self, _: nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor | None:
+        """The hook before the layer's forward."""
         if self._answer is None:
-            return F.linear(input, weight, bias)
-        return self._answer(input, weight, bias)
+            return None
+        self._hidden = args[0]
+        return args[0].detach()[:0]
+
+    def _replace(self, layer: nn.Linear, _args: Any, _output: Any) -> torch.Tensor | None:
+        """The hook after the layer's forward, while the layer shows its whole weight."""
+        if self._answer is None or self._hidden is None:
+            return None
+        return self._answer(self._hidden, layer.weight, layer.bias)
 
 
 @dataclass(frozen=True)

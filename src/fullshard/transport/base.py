@@ -32,7 +32,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,36 +100,21 @@ class Axes:
         return cls(mesh, rank, tuple(shards), tuple(replicas), *indices, **groups)
 
 
-class Fetch(Protocol):
-    """A running all-gather."""
-
-    def wait(self) -> None:
-        """Wait until the buffers are complete and this rank's parts may be overwritten."""
-        ...
-
-
-@dataclass(frozen=True)
-class LateFetch:
-    """An all-gather that is completed when it is waited for."""
-
-    wait: Callable[[], None]
-
-
 class Works:
     """Running messages or collectives.
 
     Args:
         works: torch.distributed's work of each.
         phase: The phase that they belong to, for errors.
-        compare: Called before the first wait; raises an error if ranks sent different things.
+        first: Called at the first wait: compares what ranks sent, or does all the work.
     """
 
-    __slots__ = ("_compare", "_phase", "_works")
+    __slots__ = ("_first", "_phase", "_works")
 
     def __init__(
-        self, works: Sequence[Any], phase: str = "", compare: Callable[[], None] | None = None
+        self, works: Sequence[Any], phase: str = "", first: Callable[[], object] | None = None
     ) -> None:
-        self._works, self._phase, self._compare = works, phase, compare
+        self._works, self._phase, self._first = works, phase, first
 
     def wait(self) -> None:
         """Wait until all are complete. After an error, a further call returns at once.
@@ -138,10 +123,10 @@ class Works:
             EngineError: Another rank has ended.
             HangError: The process group's time-out has passed.
         """
-        works, compare = self._works, self._compare
-        self._works, self._compare = (), None  # gloo waits forever for messages that have arrived
-        if compare is not None:
-            compare()
+        works, first = self._works, self._first
+        self._works, self._first = (), None  # gloo waits forever for messages that have arrived
+        if first is not None:
+            first()
         try:
             for work in works:
                 work.wait()
@@ -299,7 +284,11 @@ class Weights:
 class Home:
     """The memory of masters and gradient slots, and the rules for writing it.
 
-    This class is the private memory of one rank, without waits; see `SharedHome`.
+    This class is the private memory of one rank, without waits; see `SharedHome`. If units have
+    several meshes, one home consists of those of the meshes.
+
+    Args:
+        parts: The homes that it consists of, by mesh.
 
     Attributes:
         wrote: Whether this rank has written shared weights since `publish`.
@@ -309,16 +298,20 @@ class Home:
 
     wrote = False
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Mapping[Mesh, Home] | None = None) -> None:
+        self._parts = parts or {}
         self.num_writes = 0
         self.await_reads: Callable[[], None] | None = None
 
     def open_weights(self, units: Sequence[UnitPlan]) -> None:
         """Allocate shared weights. A collective."""
+        for mesh, part in self._parts.items():
+            part.open_weights([unit for unit in units if unit.mesh == mesh])
 
-    def weights(self, unit: int, group: int) -> Weights | None:  # noqa: ARG002 shared homes use it
+    def weights(self, unit: int, group: int) -> Weights | None:
         """Returns the shared weights of a group; None if the caller allocates them."""
-        return None
+        found = (part.weights(unit, group) for part in self._parts.values())
+        return next(filter(None, found), None)
 
     def open_slots(self, units: Sequence[UnitPlan], rings: Sequence[Ring]) -> Slots:  # noqa: ARG002
         """Allocate slots that ranks share, by ring, for the units of one mesh. A collective."""
@@ -326,9 +319,14 @@ class Home:
 
     def publish(self) -> None:
         """Wait until all ranks have written their weights, at the beginning of a forward."""
+        self.wrote = False
+        for part in self._parts.values():
+            part.publish()
 
     def finish_reading(self, *, settled: bool) -> None:
         """Note that this rank has finished reading the weights; `settled`: all ranks have."""
+        for part in self._parts.values():
+            part.finish_reading(settled=settled)
 
     def before_write(self) -> int:
         """Wait until no rank reads the weights that this rank is about to write.
@@ -339,6 +337,9 @@ class Home:
         self.num_writes += 1
         if self.await_reads is not None:
             self.await_reads()
+        for part in self._parts.values():
+            part.before_write()
+            self.wrote |= part.wrote
         return self.num_writes
 
     def claim(self, slot: torch.Tensor) -> None:
@@ -386,8 +387,10 @@ class Transport(ABC):
         self.phase = ComparedPhase()
 
     @abstractmethod
-    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:
+    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Works:
         """Start to fill the other ranks' parts of (numel,) buffers that contain this rank's part.
+
+        Once waited for, the buffers are complete, and this rank's parts may be overwritten.
 
         Args:
             fulls: The buffers.
@@ -419,45 +422,14 @@ class Transport(ABC):
         """Sum (or take the maximum of) a small contiguous vector over all ranks, in place."""
 
 
-class HomeOfMeshes(Home):
-    """The homes of a model whose units have several meshes, as one.
+def home_of(transports: Mapping[Mesh, Transport]) -> Home:
+    """The home of all units of a model: that of its mesh, or one that consists of several.
 
     Args:
-        homes: Homes by mesh, in an order that is equal on all ranks.
+        transports: By mesh, in an order that is equal on all ranks.
     """
-
-    def __init__(self, homes: Mapping[Mesh, Home]) -> None:
-        super().__init__()
-        self._homes = homes
-
-    def open_weights(self, units: Sequence[UnitPlan]) -> None:
-        for mesh, home in self._homes.items():
-            home.open_weights([unit for unit in units if unit.mesh == mesh])
-
-    def weights(self, unit: int, group: int) -> Weights | None:
-        return next(filter(None, (h.weights(unit, group) for h in self._homes.values())), None)
-
-    def publish(self) -> None:
-        self.wrote = False
-        for home in self._homes.values():
-            home.publish()
-
-    def finish_reading(self, *, settled: bool) -> None:
-        for home in self._homes.values():
-            home.finish_reading(settled=settled)
-
-    def before_write(self) -> int:
-        self.num_writes += 1
-        for home in self._homes.values():
-            home.before_write()
-            self.wrote |= home.wrote
-        return self.num_writes
-
-
-def home_of(transports: Mapping[Mesh, Transport]) -> Home:
-    """The home of all units of a model."""
     homes = {mesh: transport.home for mesh, transport in transports.items()}
-    return HomeOfMeshes(homes) if len(homes) > 1 else next(iter(homes.values()))
+    return Home(homes) if len(homes) > 1 else next(iter(homes.values()))
 
 
 class MessageTransport(Transport):
@@ -545,7 +517,7 @@ class FakeTransport(Transport):
 
     name = "fake"
 
-    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:  # noqa: ARG002
+    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Works:  # noqa: ARG002
         for full in fulls:
             for index, part in enumerate(full.chunk(self.axes.mesh.shard)):
                 if index != self.axes.shard_index:

@@ -20,7 +20,6 @@ from fullshard.transport._torch_compat import (
 )
 from fullshard.transport.base import (
     Axes,
-    Fetch,
     Home,
     MessageTransport,
     Reduction,
@@ -51,7 +50,7 @@ class C10dTransport(MessageTransport):
         if symmetric:
             self.home = SymmetricHome(axes)
 
-    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:
+    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Works:
         if self.axes.mesh.shard == 1:
             return Works(())
         self._compare_units(unit)()  # starts the comparison and waits for it

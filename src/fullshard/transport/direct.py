@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fullshard.transport._torch_compat import all_gather_single
-from fullshard.transport.base import Fetch, MessageTransport, Reduction, Works, combine_in_order
+from fullshard.transport.base import MessageTransport, Reduction, Works, combine_in_order
 
 FETCH_TAG, REDUCE_TAG, OUTER_TAG, SPREAD_TAG = 1, 2, 3, 4  # relative to the model's first tag
 SIZES, SIZE_SHIFT = 1021, 20  # tags have 31 bits
@@ -28,7 +28,7 @@ class DirectTransport(MessageTransport):
 
     name = "direct"
 
-    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:
+    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Works:
         ranks, index = self.axes.shard_ranks, self.axes.shard_index
         compare = self._compare_units(unit)
         works: list[Any] = []

@@ -46,12 +46,11 @@ from fullshard.planner.slots import Ring
 from fullshard.planner.units import UnitPlan
 from fullshard.transport.base import (
     Axes,
-    Fetch,
     Home,
-    LateFetch,
     Reduction,
     Slots,
     Weights,
+    Works,
     combine_in_order,
     torch_dtype,
 )
@@ -365,7 +364,7 @@ class SharedTransport(DirectTransport):
         self._fetches: deque[tuple[int, Callable[[], None]]] = deque()  # not yet copied
         self.home = self._shared = SharedHome(self._board, parts, self._all_values)
 
-    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:
+    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Works:
         slots = self._shared.gathered
         if slots is None or not all(full in slots for full in fulls):
             return super().fetch(fulls, unit)
@@ -386,7 +385,7 @@ class SharedTransport(DirectTransport):
                 slots.release(number)
 
         self._fetches.append((number, copy))
-        return LateFetch(partial(self._finish, number))
+        return Works((), first=partial(self._finish, number))
 
     def _finish(self, last: int) -> None:
         """Copy all gathers up to one, in order, since `fetched` is a count; each once."""
