@@ -8,7 +8,6 @@ loss.py).
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -24,7 +23,6 @@ import fullshard as fs
 from fullshard.config.schema import DistillConfig, ModelConfig, RunConfig, ShardConfig
 from fullshard.config.sharding import Offload
 from fullshard.config.values import DistillLoss, DType, HomeKind
-from fullshard.data.arrays import sample_of
 from fullshard.data.chat import is_chat
 from fullshard.data.dataset import DatasetFacts
 from fullshard.data.order import evaluation_samples
@@ -36,7 +34,7 @@ from fullshard.engine.initial import has_weights_of
 from fullshard.errors import ConfigError
 from fullshard.launch.run_lock import RunLock
 from fullshard.models.build import build_sharded, given_model_config, sharding_for
-from fullshard.models.config import build_model, config_from_folder
+from fullshard.models.config import build_model, config_from_folder, sample_of_model
 from fullshard.models.student import STUDENT, choose, counting, is_cut, write_student
 from fullshard.outlook.memory import TEACHER
 from fullshard.planner.memory import MemoryRow
@@ -223,15 +221,8 @@ def _write_logits(config: RunConfig, data: RowBatches, seat: Seat, folder: Path)
     kept.flush()
     team.exchange([0.0])
     if seat.is_first:
-        write_facts(folder, facts, _teacher_of(config))
+        write_facts(folder, facts, sample_of_model(config.teacher))
         logger.info("the teacher's logits are in %s: distill.cache=%s", folder, folder)
-
-
-def _teacher_of(config: RunConfig) -> str | None:
-    """A sample of the teacher's files; None if none are named or there."""
-    place = Path((config.teacher and config.teacher.name_or_path) or os.devnull)
-    files = [*place.glob("*.safetensors"), *place.glob("config.json")]
-    return sample_of(files) if files else None
 
 
 def cache_folder(config: RunConfig) -> Path:
@@ -251,7 +242,7 @@ def _check_data(config: RunConfig, facts: DatasetFacts) -> None:
     """Checks that cached logits belong to this data."""
     settings = settings_of(config)
     if cache := settings.cache:
-        check_facts(Path(cache), facts, _teacher_of(config))
+        check_facts(Path(cache), facts, sample_of_model(config.teacher))
         kept = TopK.load(Path(cache)).values.shape[1]
         logger.info("the teacher's %d largest logits of each token come from %s", kept, cache)
         for key in ("teacher_dtype", "teacher_strategy"):  # `distill cache` has used them
