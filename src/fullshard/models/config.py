@@ -68,6 +68,7 @@ def config_from_settings(settings: Mapping[str, Any]) -> PretrainedConfig:
         ConfigError: An unknown type, a type without a causal language model, a key that the class
             does not have (it would ignore it silently), or a value that it refuses.
     """
+    quiet_libraries()
     from transformers import CONFIG_MAPPING
 
     settings = dict(settings)
@@ -132,6 +133,7 @@ def config_from_folder(model: ModelConfig, section: str = "model") -> Pretrained
         ConfigError: The folder, its config.json or a causal language model for it is missing.
     """
     folder, key = Path(model.name_or_path or ""), f"{section}.name_or_path"
+    quiet_libraries()
     check_model_folder(folder, key)
     config = read_config(folder, key, trust=model.trust_remote_code)
     if not hasattr(config, "auto_map"):

@@ -27,7 +27,6 @@ from fullshard.models.build import (
     sharding_for,
     weights_source,
 )
-from fullshard.models.config import quiet_libraries
 from fullshard.outlook.calibration import FILE_NAME, Calibration, read_calibration
 from fullshard.outlook.devices import Device, Gpus, find_device
 from fullshard.outlook.memory import (
@@ -411,7 +410,6 @@ def known_calibration(world_size: int) -> Calibration | None:
 
 def model_of(config: RunConfig) -> nn.Module:
     """The model of a run on meta, built without its data."""
-    quiet_libraries()
     return model_on_meta(config, model_config_of(config))
 
 
@@ -439,7 +437,6 @@ def foresee(config: RunConfig, topology: Topology) -> View | XlaOutlook:
         return view_of(config, model_of(config), topology)
     from fullshard.run.xla_outlook import look
 
-    quiet_libraries()
     machine = this_machine(topology.ranks_per_host)
     world = topology.world_size
     return look(config, model_config_of(config), world, on_cpu=machine.is_host, machine=machine)

@@ -34,7 +34,7 @@ from fullshard.launch.local_call import call_on_ranks
 from fullshard.launch.spawn import LocalLaunch
 from fullshard.launch.supervise import LaunchResult
 from fullshard.models.build import given_model_config
-from fullshard.models.config import freeze, quiet_libraries
+from fullshard.models.config import freeze
 from fullshard.models.small import (
     Change,
     Shrunk,
@@ -143,7 +143,6 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
     Raises:
         ConfigError: The model or its sharding cannot be used, or the fault cannot happen here.
     """
-    quiet_libraries()
     if config.sharding.transport is TransportKind.FAKE:
         raise ConfigError("transport: expected a real transport, got 'fake', which moves no data.")
     check_supported(config.sharding.without("context"))  # the rest of it does not matter here

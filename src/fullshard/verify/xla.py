@@ -63,7 +63,6 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
     Raises:
         ConfigError: The model or its sharding cannot be used, or the fault cannot happen here.
     """
-    quiet_libraries()
     check_supported(config.sharding, backend=Backend.JAX)
     if fault not in (None, Fault.REPEATED_DATA):
         raise ConfigError(
