@@ -101,8 +101,8 @@ class DatasetSettings:
 
 
 Texts = Callable[[Shard, str], Iterable[str | None]]
-Kept = list[list[TokenFile]] | Sources
-_KEPT = TypeAdapter(dict[str, Kept])
+SavedTokens = list[list[TokenFile]] | Sources
+_SAVED_TOKENS = TypeAdapter(dict[str, SavedTokens])
 
 
 @dataclass(frozen=True)
@@ -147,24 +147,24 @@ class Dataset(PreparedData):
 
 def save_tokens(folder: Path, parts: Mapping[str, Rows]) -> None:
     """Writes links to prepared tokens, and the paths of other files, into a folder."""
-    own, root, kept = folder / "tokens", cache_root(), dict[str, Kept]()
+    own, root, kept = folder / "tokens", cache_root(), dict[str, SavedTokens]()
     own.mkdir(exist_ok=True)
     for part, rows in parts.items():
         linked = [[_linked(file, own, root) for file in source] for source in rows.sources]
         kept[part] = rows.found if isinstance(rows, Stream) else linked
-    (folder / "tokens.json").write_bytes(_KEPT.dump_json(kept))
+    (folder / "tokens.json").write_bytes(_SAVED_TOKENS.dump_json(kept))
 
 
 def load_tokens(folder: Path, length: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Rows]:
     """Rows of `length` tokens of what `save_tokens` wrote."""
 
-    def rows(found: Kept) -> Rows:
+    def rows(found: SavedTokens) -> Rows:
         if isinstance(found, Sources):
             return Stream(found, length, cache_root(), words_of(tokenizer))
         placed = [[replace(f, file=str(folder / f.file)) for f in source] for source in found]
         return Rows(placed, length)
 
-    kept = _KEPT.validate_json((folder / "tokens.json").read_bytes())
+    kept = _SAVED_TOKENS.validate_json((folder / "tokens.json").read_bytes())
     return {part: rows(found) for part, found in kept.items()}
 
 

@@ -54,8 +54,8 @@ from fullshard.verify.compare import (
     LOW,
     NUM_TOKENS,
     SINGLE,
+    CheckJob,
     Diagnosis,
-    Job,
     Pass,
     Sides,
     WorstRow,
@@ -92,7 +92,7 @@ class PreparedCheck:
         program: Function that plays the ranks, and its number of processes.
     """
 
-    job: Job
+    job: CheckJob
     model: nn.Module
     config: PretrainedConfig
     plan: Plan | ArraysPlan
@@ -160,7 +160,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
         exact = SINGLE
         notes.append("The model computes its logits in float32, also in float64.")
     num_micro_batches = min(2, config.training.gradient_accumulation_steps)
-    job = Job(
+    job = CheckJob(
         passes=passes_of(sharding, exact),
         world_size=world_size,
         num_micro_batches=num_micro_batches,
@@ -344,7 +344,7 @@ def run_sides(prepared: PreparedCheck, folder: Path) -> tuple[LocalLaunch, Launc
     return launch, result
 
 
-def judge(job: Job, folder: Path, began: float) -> Verdict:
+def judge(job: CheckJob, folder: Path, began: float) -> Verdict:
     """Compares the results of the two sides.
 
     Args:

@@ -94,8 +94,8 @@ class Pass:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-    """Numbers that both sides read; the module's docstring lists the files next to them."""
+class CheckJob:
+    """What every process of a check does; the module's docstring lists the files next to it."""
 
     passes: tuple[Pass, ...]
     world_size: int
@@ -131,12 +131,12 @@ class Job:
         (folder / JOB_FILE).write_text(json.dumps(fields))
 
     @staticmethod
-    def read(folder: Path) -> Job:
+    def read(folder: Path) -> CheckJob:
         """Reads job.json."""
-        return TypeAdapter(Job).validate_json((folder / JOB_FILE).read_bytes())
+        return TypeAdapter(CheckJob).validate_json((folder / JOB_FILE).read_bytes())
 
 
-def write_batches(folder: Path, job: Job, vocab_size: int) -> None:
+def write_batches(folder: Path, job: CheckJob, vocab_size: int) -> None:
     """Random tokens for every step, rank and micro-batch.
 
     Batches have different numbers of label tokens, so that a mean of means differs from the mean
@@ -239,7 +239,7 @@ class Sides:
         pieces: Tensors of every rank.
     """
 
-    def __init__(self, folder: Path, job: Job, choice: Pass) -> None:
+    def __init__(self, folder: Path, job: CheckJob, choice: Pass) -> None:
         self.job, self.choice = job, choice
         place = folder / choice.name
         self.numbers = json.loads((place / "reference.json").read_text())

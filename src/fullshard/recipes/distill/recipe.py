@@ -279,18 +279,18 @@ KINDS = {"distill": _DISTILL, "distill-cache": _CACHE}
 
 
 @dataclass(frozen=True)
-class Taught:
+class PlannedTeacher:
     """The teacher of a planned run.
 
     Attributes:
         config: Configuration of the run.
-        teacher: The teacher on meta with its head installed; None if a cache replaces it.
+        model: The teacher on meta with its head installed; None if a cache replaces it.
         local_world_size: Ranks per host.
         resolved: Fills in open values of a sharding, for the planned machine.
     """
 
     config: RunConfig
-    teacher: nn.Module | None
+    model: nn.Module | None
     local_world_size: int | None
     resolved: Callable[[ShardConfig], ShardConfig]
 
@@ -301,18 +301,17 @@ class Taught:
         local_world_size: int | None,
         *,
         on_gpu: bool,
-        resolved: Callable[[ShardConfig], ShardConfig] = lambda sharding: sharding,
-    ) -> Taught | None:
+        resolved: Callable[[ShardConfig], ShardConfig],
+    ) -> PlannedTeacher | None:
         """The teacher of a run; None for a run without one."""
-        settings = settings_of(config)
-        if config.teacher is None or settings.cache is not None:
-            if settings.cache is None:
+        settings, model = settings_of(config), None
+        if settings.cache is None:
+            if config.teacher is None:
                 return None
-            return cls(config, None, local_world_size, resolved)
-        dtype = teacher_dtype(settings, on_gpu=on_gpu)
-        model = build_on_meta(config_from_folder(config.teacher, "teacher"), dtype).eval()
-        model.requires_grad_(requires_grad=False)
-        Head(model)
+            dtype = teacher_dtype(settings, on_gpu=on_gpu)
+            model = build_on_meta(config_from_folder(config.teacher, "teacher"), dtype).eval()
+            model.requires_grad_(requires_grad=False)
+            Head(model)
         return cls(config, model, local_world_size, resolved)
 
     @property
@@ -322,20 +321,20 @@ class Taught:
     @property
     def beside(self) -> tuple[nn.Module, ...]:
         """One rank's parts of the models that run in the student's step."""
-        if self.teacher is None:
+        if self.model is None:
             return ()
-        return (one_place(self.teacher, sharding_for(self.config, self.teacher)).model,)
+        return (one_place(self.model, sharding_for(self.config, self.model)).model,)
 
     def rows(self, plan: Plan, sharding: ShardConfig) -> tuple[MemoryRow, ...]:
         """Memory of the teacher next to a student with this plan and sharding."""
-        if self.teacher is None:
+        if self.model is None:
             return ()
         config = self.config.model_copy(update={"sharding": sharding})
-        config = config.model_copy(update={"sharding": sharding_for(config, self.teacher)})
-        dtype = next(self.teacher.parameters()).dtype
+        config = config.model_copy(update={"sharding": sharding_for(config, self.model)})
+        dtype = next(self.model.parameters()).dtype
         own = teacher_sharding(config, self.settings, dtype, Path())
         found = fs.plan(
-            self.teacher,
+            self.model,
             self.resolved(own),
             world_size=plan.mesh.world_size,
             local_world_size=self.local_world_size,
