@@ -119,14 +119,14 @@ class CheckJob:
         return self.seat(0).num_batches
 
     @property
-    def told_steps(self) -> tuple[int, ...]:
+    def written_steps(self) -> tuple[int, ...]:
         """Steps whose gradients and parameters are written; losses and norms always are."""
         last = self.num_steps
         return tuple(step for step in range(last + 1) if step < NUM_STEPS or step >= last - 1)
 
     def write(self, folder: Path) -> None:
         """Writes job.json."""
-        more = {"told_steps": self.told_steps, "num_batches": self.num_batches}
+        more = {"written_steps": self.written_steps, "num_batches": self.num_batches}
         fields = {**dataclasses.asdict(self), **more}
         (folder / JOB_FILE).write_text(json.dumps(fields))
 
@@ -306,11 +306,11 @@ class Sides:
         for step in range(self.job.num_steps + 1):
             if step == self.job.num_steps:
                 yield from self._state_errors()
-            told = step in self.job.told_steps
+            is_written = step in self.job.written_steps
             yield from self._loss_errors(step)
-            yield from self._tensor_errors(step, "gradient", GRADIENT) if told else ()
+            yield from self._tensor_errors(step, "gradient", GRADIENT) if is_written else ()
             yield from self._norm_errors(step)
-            yield from self._tensor_errors(step, "parameter", PARAMETER) if told else ()
+            yield from self._tensor_errors(step, "parameter", PARAMETER) if is_written else ()
 
     def _loss_errors(self, step: int) -> Iterator[Difference]:
         for rank, facts in enumerate(self.facts):

@@ -162,10 +162,10 @@ class DeviceResults:
         self.numbers: dict[str, list[float]] = {"loss": [], "norm": []}
 
     def keep(self, step: int, state: State, metrics: dict[str, Any]) -> None:
-        """Record loss and norm of a step, and tensors if it is one of `told_steps`."""
+        """Record loss and norm of a step, and tensors if it is one of `written_steps`."""
         self.numbers["loss"].append(float(metrics["loss"]))
         self.numbers["norm"].append(float(metrics["grad_norm"]))
-        if step not in self._job.told_steps:
+        if step not in self._job.written_steps:
             return
         arrays = self._plan.table.arrays
         moving = [array for array in arrays if array.trainable]
