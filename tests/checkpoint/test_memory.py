@@ -17,7 +17,7 @@ import fullshard as fs
 from fullshard.bench.ranks import return_free_memory
 from fullshard.data.tokenize import train_tokenizer
 from fullshard.engine.engine import engine_of
-from fullshard.formats.detect import opened
+from fullshard.formats.detect import open_source
 from fullshard.formats.hugging_face import ExportSettings, Format, export_folder
 from fullshard.models.build import save_model
 from fullshard.models.config import config_from_settings, fit_to_tokenizer, quiet_libraries
@@ -200,7 +200,7 @@ def export_and_measure(checkpoint, form):
     """What exporting a checkpoint took, anonymous memory alone."""
 
     def export(folder):
-        with opened(checkpoint, None) as source:
+        with open_source(checkpoint) as source:
             export_folder(source, checkpoint.with_name(folder), ExportSettings(format=form))
 
     export(f"warm {form}")

@@ -202,8 +202,12 @@ def test_pruning_counts_from_the_step_that_was_saved_and_leaves_what_is_not_ours
     (tmp_path / "step-00000005").mkdir()
     (tmp_path / "step-00000005" / "precious.txt").write_text("mine")
     (tmp_path / ".step-00000010.saving-abc").mkdir()
-    removed = remove(superfluous(tmp_path, 1, newest=20))
-    assert sorted(path.name for path in removed) == [".step-00000010.saving-abc", "step-00000010"]
+    found = superfluous(tmp_path, 1, newest=20)
+    remove(found)
+    assert sorted(entry.path.name for entry in found) == [
+        ".step-00000010.saving-abc",
+        "step-00000010",
+    ]
     left = sorted(path.name[-2:] for path in tmp_path.iterdir())
     assert left == ["05", "20", "30", "40"]
 

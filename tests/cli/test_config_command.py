@@ -173,12 +173,7 @@ BAD = {
     "sharding.forward_prefetch": {"sharding": {"forward_prefetch": 8}},
     "sharding.poison": {"sharding": {"poison": True}},
     "launch.num_processes": {"launch": {"num_processes": 1}},
-    "launch.main_process_port": {"launch": {"main_process_port": 29500}},
     "training.warmup_steps": {"training": {"max_steps": 5, "warmup_steps": 5}},
-    "training.lr_scheduler_type": {
-        "training": {"lr_scheduler_type": "constant", "warmup_ratio": 0.1}
-    },
-    "training.eval_steps": {"training": {"eval_strategy": "no", "eval_steps": 5}},
     "training.learning_rate": {"training": {"learning_rate": 0}},
 }
 

@@ -22,9 +22,9 @@ def traced_once() -> Iterator[None]:
 
         def once(self: Any, plan: Any, config: Any, key: Any, samples: int) -> Any:
             model = type(self.model), str(self.model.config), self._spec
-            if self.taught is not None:
-                teacher = getattr(self.taught.teacher, "config", None)
-                model = *model, str(teacher), str(self.taught.config)
+            if self.teacher is not None:
+                teacher = getattr(self.teacher.model, "config", None)
+                model = *model, str(teacher), str(self.teacher.config)
             known = (name, *model, self.length, self.chunk_size, self.on_gpu, key, samples)
             if known not in _KNOWN:
                 _KNOWN[known] = trace(self, plan, config, key, samples)

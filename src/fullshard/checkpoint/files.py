@@ -113,13 +113,8 @@ def write_tensors(path: Path, pieces: Sequence[Piece], rank: int) -> Written:
                 checksum.update(chunk)
                 whole.update(chunk)
                 write(chunk)
-            stored = StoredSlice(
-                path.name,
-                piece.start,
-                piece.stop,
-                checksum.hexdigest(),
-                rank if piece.opaque else -1,
-            )
+            owner = rank if piece.opaque else -1
+            stored = StoredSlice(path.name, piece.start, piece.stop, checksum.hexdigest(), owner)
             tensors[piece.key] = StoredTensor(piece.dtype, piece.shape, (stored,))
             del data, chunk  # before the next one is read
     return Written(path.name, FileFacts(size, whole.hexdigest()), tensors)

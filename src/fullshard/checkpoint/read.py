@@ -419,8 +419,8 @@ def superfluous(folder: Path, keep: int, newest: int | None = None) -> list[Foun
     return going + [entry for entry in found if entry.is_leftover and (entry.step or 0) <= last]
 
 
-def remove(found: Sequence[Found]) -> list[Path]:
-    """Removes checkpoints and returns their folders. Of a link, only the link is removed.
+def remove(found: Sequence[Found]) -> None:
+    """Removes checkpoints. Of a link, only the link is removed.
 
     Raises:
         CheckpointError: The file system refused.
@@ -441,7 +441,6 @@ def remove(found: Sequence[Found]) -> list[Path]:
                 with suppress(FileNotFoundError):  # a run or `ckpt prune` has removed it, too
                     entry.path.rename(going)
                 remove_tree(going)
-    return [entry.path for entry in found]
 
 
 def facts_of(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -183,8 +183,8 @@ def run(words: Sequence[str]) -> int:
     as_json = "--json" in own
     words = [*map(_expanded, own), *words[len(own) :]]
     show_log()
-    for told in unknown_variables():
-        logger.warning(told)
+    for warning in unknown_variables():
+        logger.warning(warning)
     outcome = None
     try:
         with quiet_stdout(as_json) as stdout:

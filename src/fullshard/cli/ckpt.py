@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Generator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from os.path import realpath
 from pathlib import Path
@@ -175,10 +176,7 @@ def verify(checkpoint: Any_) -> Outcome:
     for damage in damages:
         tensors = ", ".join(damage.tensors) or "no tensor: text or padding"
         show(f"DAMAGED  {found.path / damage.file}: {damage.why} ({tensors})")
-    result = {
-        **_facts(found),
-        "damaged": [{"file": d.file, "why": d.why, "tensors": d.tensors} for d in damages],
-    }
+    result = {**_facts(found), "damaged": [asdict(damage) for damage in damages]}
     if damages:
         return Outcome(result, CheckpointError.exit_code)
     if newest.manifest is None:
@@ -229,13 +227,7 @@ def diff(
         "equal": not differ,
         "num_equal": len(rows) - len(differ),
         "rows": [
-            {
-                "name": row.name,
-                "verdict": row.verdict,
-                "max_abs": str(row.max_abs) if row.max_abs == float("inf") else row.max_abs,
-                "about": row.about,
-            }
-            for row in differ
+            asdict(row) | ({"max_abs": "inf"} if row.max_abs == math.inf else {}) for row in differ
         ],
     }
     return Outcome(result, VerifyError.exit_code if differ else 0)
@@ -264,11 +256,11 @@ def export(  # noqa: PLR0913  (one parameter an option)
         config: see `ConfigFolder`.
         dry_run: see `DryRunFlag`.
     """
-    from fullshard.formats.detect import opened
+    from fullshard.formats.detect import open_source
     from fullshard.formats.hugging_face import ExportSettings, export_folder
 
     settings = ExportSettings.of(format_, dtype, max_shard_size, config)
-    with opened(checkpoint, config) as source:
+    with open_source(checkpoint, config) as source:
         show(f"{source.what}: {len(source.tensors)} tensors, {_bytes(source.num_bytes)}")
         facts = {"source": source.what, "folder": folder, "num_tensors": len(source.tensors)}
         if dry_run:
@@ -299,13 +291,13 @@ def import_(
         config: see `ConfigFolder`.
         dry_run: see `DryRunFlag`.
     """
-    from fullshard.formats.detect import opened
+    from fullshard.formats.detect import open_source
     from fullshard.formats.hugging_face import with_model_names
     from fullshard.formats.ours import write_checkpoint
     from fullshard.formats.source import check_empty
 
     check_empty(folder, "import")
-    with opened(source, config) as files:
+    with open_source(source, config) as files:
         found = with_model_names(files)
         kind = None if found.optimizer is None else found.optimizer.kind
         facts = {

@@ -58,8 +58,8 @@ def lint(
     ]
     for one in found:
         print(": ".join(part for part in (one["place"], one["key"], one["why"]) if part))
-    told = {one["key"] for one in found}
-    notes = (note for note in resolved.notes if note.key not in told)
+    listed = {one["key"] for one in found}
+    notes = (note for note in resolved.notes if note.key not in listed)
     lost = [str(note) for note in notes if note.status is Status.LOST]
     for one in lost or ([] if found or refused else ["nothing found"]):
         print(one)
@@ -75,8 +75,8 @@ def _print_refused(resolved: Resolved) -> list[str]:
         try:
             check(*arguments, **named)
         except FullshardError as error:
-            told = resolved.located(error)
-            return [str(one) for one in getattr(told, "problems", [told])]
+            located = resolved.located(error)
+            return [str(one) for one in getattr(located, "problems", [located])]
         return []
 
     missing = Path("MODEL") if resolved.is_without_model else None

@@ -99,9 +99,9 @@ def carry_out(request: Request, num_processes: int) -> Outcome:
         if result.exit_code:
             return launch_outcome(launch, result)
         found = answers[0]
-    told = [asdict(sample) for sample in found]
+    samples = [asdict(sample) for sample in found]
     return Outcome(
-        {"model": request.folder, "seed": request.settings.seed, **told[0], "samples": told}
+        {"model": request.folder, "seed": request.settings.seed, **samples[0], "samples": samples}
     )
 
 

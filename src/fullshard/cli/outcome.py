@@ -147,8 +147,8 @@ def quiet_stdout(active: bool) -> Iterator[TextIO]:
 def rank_failed(failure: RankFailure) -> None:
     """Write the JSON object for a failure of rank 0, whose process ends right afterwards."""
     for stdout in _real_stdout if failure.rank == 0 else ():
-        told = _error(failure.type, failure.message, failure.exit_code)
-        write_json(told.result or {}, stdout)
+        reported = _error(failure.type, failure.message, failure.exit_code)
+        write_json(reported.result or {}, stdout)
         stdout.flush()
 
 

@@ -18,7 +18,6 @@ from fullshard.errors import ConfigError
 from fullshard.launch.exit_codes import ExitCode
 from fullshard.launch.machine import describe_machine
 from fullshard.models.build import model_config_of
-from fullshard.models.config import quiet_libraries
 from fullshard.outlook.calibration import FILE_NAME, read_calibration
 from fullshard.outlook.devices import Gpus
 from fullshard.outlook.memory import Fit, judge_fit
@@ -217,7 +216,6 @@ def plan_on_xla(
     """
     from fullshard.run.xla_outlook import compiled_step, look
 
-    quiet_libraries()
     model_config = model_config_of(config)
     found, world_size = None, world.world_size
     if exact:

@@ -45,7 +45,7 @@ RestartsFlag = Annotated[
 
 
 @dataclass(frozen=True)
-class How:
+class StartFlags:
     """Flags that say how to start a run; they are not keys of its configuration."""
 
     resume: str | None = None
@@ -67,7 +67,7 @@ def app_of(recipe: Command) -> typer.Typer:
         max_restarts: RestartsFlag = 0,
         dry_run: DryRunFlag = False,
     ) -> Outcome:
-        how, command = How(resume, max_restarts, dry_run), recipe
+        flags, command = StartFlags(resume, max_restarts, dry_run), recipe
         if words and f"{recipe}-{words[0]}" in list(Command):
             command, words = Command(f"{recipe}-{words[0]}"), words[1:]
         job = recipe.about.job(None)
@@ -75,13 +75,13 @@ def app_of(recipe: Command) -> typer.Typer:
         if config_file is None and split_config(words or (), config)[0] is None:
             other = recipe.about.job(resolved)  # may depend on the words
             resolved = resolved if other == job else load(words, default=other)
-        ended = _train_missing_model(command, resolved, how)
-        return run_recipe(command, resolved, how) if ended is None else ended
+        ended = _train_missing_model(command, resolved, flags)
+        return run_recipe(command, resolved, flags) if ended is None else ended
 
     return app
 
 
-def _train_missing_model(command: Command, resolved: Resolved, how: How) -> Outcome | None:
+def _train_missing_model(command: Command, resolved: Resolved, flags: StartFlags) -> Outcome | None:
     """Train the model that a built-in job starts from, if it does not exist.
 
     Under a launcher, rank 0 trains it on local ranks while the others wait at the rendezvous.
@@ -99,22 +99,22 @@ def _train_missing_model(command: Command, resolved: Resolved, how: How) -> Outc
     launch = read_launch_environment()
     if folder is None or Path(folder) != made or made.is_dir() or (launch and launch.rank):
         return None
-    _check_before_torch(command, resolved, how, coming=made)
+    _check_before_torch(command, resolved, flags, coming=made)
     print(f"{made} does not exist yet; it is trained first.", flush=True)
-    alone = How(max_restarts=how.max_restarts, dry_run=how.dry_run, is_local=True)
+    alone = StartFlags(max_restarts=flags.max_restarts, dry_run=flags.dry_run, is_local=True)
     done = run_recipe(Command.TRAIN, first, alone)
-    return done if done.exit_code != 0 or how.dry_run else None
+    return done if done.exit_code != 0 or flags.dry_run else None
 
 
 def _check_before_torch(
-    command: Command, resolved: Resolved, how: How, coming: Path | None = None
+    command: Command, resolved: Resolved, flags: StartFlags, coming: Path | None = None
 ) -> LaunchEnvironment | None:
     """Check everything that needs no torch; return the launcher that started this process."""
     from fullshard.config.environment import read_launch_environment
     from fullshard.launch.machine import check_limit
 
     check_limit()
-    launch = None if how.is_local else read_launch_environment()
+    launch = None if flags.is_local else read_launch_environment()
     try:
         check_command(resolved.config, command)
     except ConfigError as error:
@@ -125,31 +125,27 @@ def _check_before_torch(
     return launch
 
 
-def run_recipe(command: Command, resolved: Resolved, how: How) -> Outcome:
+def run_recipe(command: Command, resolved: Resolved, flags: StartFlags) -> Outcome:
     """Run a recipe on local ranks, or as one rank if a launcher started this process."""
-    launch = _check_before_torch(command, resolved, how)
+    launch = _check_before_torch(command, resolved, flags)
     from fullshard.launch.exit_codes import PREEMPTIONS, handled, raise_stopped
 
-    numbers = () if launch or how.dry_run else PREEMPTIONS
+    numbers = () if launch or flags.dry_run else PREEMPTIONS
     with handled(numbers, lambda _, number, _frame: raise_stopped(number)):
-        return _run(command, resolved, how, launch)
+        from fullshard.run import start  # imports torch
+
+        world_size = start.world_size_of(resolved, launch)
+        resolved = resolved.for_ranks(world_size)
+        if launch is not None and not flags.dry_run:
+            return _be_a_rank(command, resolved, launch, flags.resume)
+        if flags.dry_run:
+            return _show_plan(start.prepare_run(resolved, world_size, command, flags.resume))
+        return _lead_ranks(command, resolved, world_size, flags)
 
 
-def _run(
-    command: Command, resolved: Resolved, how: How, launch: LaunchEnvironment | None
+def _lead_ranks(
+    command: Command, resolved: Resolved, world_size: int, flags: StartFlags
 ) -> Outcome:
-    from fullshard.run import start  # imports torch
-
-    world_size = start.world_size_of(resolved, launch)
-    resolved = resolved.for_ranks(world_size)
-    if launch is not None and not how.dry_run:
-        return _be_a_rank(command, resolved, launch, how.resume)
-    if how.dry_run:
-        return _show_plan(start.prepare_run(resolved, world_size, command, how.resume))
-    return _lead_ranks(command, resolved, world_size, how)
-
-
-def _lead_ranks(command: Command, resolved: Resolved, world_size: int, how: How) -> Outcome:
     """Prepare a run and start its ranks on this machine."""
     from fullshard.config.host_memory import available_bytes
     from fullshard.launch.exit_codes import caught_stop_signals
@@ -162,7 +158,7 @@ def _lead_ranks(command: Command, resolved: Resolved, world_size: int, how: How)
         starting = nullcontext(None) if not forks else fork_server(start.RANK_IMPORTS)
         # Where memory is short, the run must be refused before the server takes any.
         server = held.enter_context(starting) if available_bytes() > ROOM_BYTES else None
-        checked = _checked(command, resolved, world_size, how.resume)
+        checked = _checked(command, resolved, world_size, flags.resume)
         folder, moved = held.enter_context(start.made_folder(checked, command))
         if moved is not None:
             print(f"moved the older run in {folder.path} to {moved}")
@@ -171,7 +167,7 @@ def _lead_ranks(command: Command, resolved: Resolved, world_size: int, how: How)
             print(f"resuming the run in {folder.path}{where} (`--resume never` starts a new run)")
         server = server or held.enter_context(starting)
         caught = ending.enter_context(caught_stop_signals())  # a second Ctrl-C hides nothing
-        limits = resolved.config.launch.timeout, how.max_restarts
+        limits = resolved.config.launch.timeout, flags.max_restarts
         local, result = start.start_ranks(folder, world_size, *limits, server, caught)
         held.close()
         after_stop = "" if result.failure or not result.exit_code else _how_to_resume(folder)
@@ -261,5 +257,5 @@ def _show_plan(checked: CheckedRun) -> Outcome:
     if facts.baseline is not None:
         print(f"interpolated bigram: {facts.baseline.nats:.4f} nats per token")
     print(checked.view.plan.tree())
-    told = planned(checked.view, checked.steps)
-    return Outcome({"run_dir": checked.output_dir, "planned": told})
+    forecast = planned(checked.view, checked.steps)
+    return Outcome({"run_dir": checked.output_dir, "planned": forecast})

@@ -234,15 +234,7 @@ FINDINGS: Mapping[str, Callable[[RunConfig], object]] = {
     "sharding.forward_prefetch": lambda c: c.sharding.forward_prefetch >= _DEEP and _is_sharded(c),
     "sharding.poison": lambda c: c.sharding.poison,
     "launch.num_processes": lambda c: c.launch.world_size == 1 and _is_sharded(c),
-    "launch.main_process_port": lambda c: c.launch.num_machines == 1 and c.launch.main_process_port,
     "training.warmup_steps": lambda c: 1 <= c.training.max_steps <= c.training.warmup_steps,
-    "training.lr_scheduler_type": lambda c: (
-        c.training.lr_scheduler_type is LrSchedule.CONSTANT
-        and (c.training.warmup_steps or c.training.warmup_ratio)
-    ),
-    "training.eval_steps": lambda c: (
-        c.training.eval_steps is not None and c.training.eval_strategy is IntervalStrategy.NO
-    ),
     "training.learning_rate": lambda c: c.training.learning_rate == 0,
 }
 

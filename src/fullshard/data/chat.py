@@ -139,8 +139,8 @@ def _turns(record: Record, column: str) -> Example:
 
 def _system(record: Record) -> tuple[Message, ...]:
     """The message of a column of `_SYSTEM`, if one has text."""
-    told = next(filter(None, (_optional(record, column) for column in _SYSTEM)), "")
-    return ({"role": "system", "content": told},) if told else ()
+    content = next(filter(None, (_optional(record, column) for column in _SYSTEM)), "")
+    return ({"role": "system", "content": content},) if content else ()
 
 
 def _optional(record: Record, column: str) -> str:
@@ -210,16 +210,16 @@ def _prompt_completion(record: Record) -> Example:
 
 def _tools(record: Record) -> list[Any] | None:
     """The functions of a record, a list or one, also as JSON; None if it has none."""
-    told = record.value.get("tools")
-    if isinstance(told, str):
+    tools = record.value.get("tools")
+    if isinstance(tools, str):
         try:
-            told = json.loads(told) if told.strip() else None
+            tools = json.loads(tools) if tools.strip() else None
         except ValueError as error:
             raise DataError(
-                f"data.path: expected JSON in 'tools' at {record}; got {told[:80]!r}. "
+                f"data.path: expected JSON in 'tools' at {record}; got {tools[:80]!r}. "
                 "Correct the record, or rename the column."
             ) from error
-    return ([told] if isinstance(told, Mapping) else told) or None
+    return ([tools] if isinstance(tools, Mapping) else tools) or None
 
 
 def _exchange(record: Record, question: str, answer: str) -> Example:
@@ -408,14 +408,14 @@ def _encode_spans(
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerBase, example: Example, stop: int | None = None, **told: Any
+    tokenizer: PreTrainedTokenizerBase, example: Example, stop: int | None = None, **options: Any
 ) -> Any:
-    """The chat template's text of the first messages, unless `told` asks for more.
+    """The chat template's text of the first messages, unless `options` asks for more.
 
     Raises:
         DataError: The template refuses the conversation, or needs too much time or memory.
     """
-    settings, chat = {"tokenize": False, **told}, cast("Any", list(example.messages[:stop]))
+    settings, chat = {"tokenize": False, **options}, cast("Any", list(example.messages[:stop]))
     try:
         with _limits(memory=not settings["tokenize"]):
             return tokenizer.apply_chat_template(chat, tools=example.tools, **settings)

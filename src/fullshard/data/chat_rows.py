@@ -305,8 +305,8 @@ def _encoded(
         "completions_only": sft.completion_only_loss is not False,
         "assistant_only": sft.assistant_only_loss is not False,
     }
-    told = [__version__, VERSION, learned, tokenizer.chat_template]
-    key = digest([*told, words_of(tokenizer), settings_of(tokenizer)])
+    parts = [__version__, VERSION, learned, tokenizer.chat_template]
+    key = digest([*parts, words_of(tokenizer), settings_of(tokenizer)])
     how = TokenSettings((), "", num_ids(tokenizer) << BITS, "uint32")
     read = partial(chat_values, tokenizer, sft)
     return Rows([tokenize(found, cache_root() / key, how, read, num_processes=None)], 1)

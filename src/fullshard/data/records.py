@@ -566,10 +566,10 @@ def _parsed(text: str, place: object) -> Any:
         if "\\ud" in text.lower():  # half of the pair \ud83d\ude00 is no character
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        told = str(error).replace("line 1 ", "")  # of the text, which is one line of a file
+        reason = str(error).replace("line 1 ", "")  # of the text, which is one line of a file
         raise DataError(
             f"data.path: expected JSON records, got one that cannot be read at {place} "
-            f"({type(error).__name__}: {told[:120]}). Correct or remove it."
+            f"({type(error).__name__}: {reason[:120]}). Correct or remove it."
         ) from error
     return value
 

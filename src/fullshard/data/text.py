@@ -101,8 +101,8 @@ class DatasetSettings:
 
 
 Texts = Callable[[Shard, str], Iterable[str | None]]
-Kept = list[list[TokenFile]] | Sources
-_KEPT = TypeAdapter(dict[str, Kept])
+SavedTokens = list[list[TokenFile]] | Sources
+_SAVED_TOKENS = TypeAdapter(dict[str, SavedTokens])
 
 
 @dataclass(frozen=True)
@@ -147,24 +147,24 @@ class Dataset(PreparedData):
 
 def save_tokens(folder: Path, parts: Mapping[str, Rows]) -> None:
     """Writes links to prepared tokens, and the paths of other files, into a folder."""
-    own, root, kept = folder / "tokens", cache_root(), dict[str, Kept]()
+    own, root, kept = folder / "tokens", cache_root(), dict[str, SavedTokens]()
     own.mkdir(exist_ok=True)
     for part, rows in parts.items():
         linked = [[_linked(file, own, root) for file in source] for source in rows.sources]
         kept[part] = rows.found if isinstance(rows, Stream) else linked
-    (folder / "tokens.json").write_bytes(_KEPT.dump_json(kept))
+    (folder / "tokens.json").write_bytes(_SAVED_TOKENS.dump_json(kept))
 
 
 def load_tokens(folder: Path, length: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Rows]:
     """Rows of `length` tokens of what `save_tokens` wrote."""
 
-    def rows(found: Kept) -> Rows:
+    def rows(found: SavedTokens) -> Rows:
         if isinstance(found, Sources):
             return Stream(found, length, cache_root(), words_of(tokenizer))
         placed = [[replace(f, file=str(folder / f.file)) for f in source] for source in found]
         return Rows(placed, length)
 
-    kept = _KEPT.validate_json((folder / "tokens.json").read_bytes())
+    kept = _SAVED_TOKENS.validate_json((folder / "tokens.json").read_bytes())
     return {part: rows(found) for part, found in kept.items()}
 
 
@@ -280,12 +280,12 @@ def _training_rows(
             if not sizes[-1]:
                 raise _too_few(source, 0, length)
     effect = effect_of(tokenizer)
-    told = [
+    checksums = [
         [f"{stream.tokens(number, 0).checksum}:{digest([effect, asdict(one.how)])}"]
         + [f"{s.file.name}:{s.start}:{s.stop}" for shard in one.shards for s in shard.spans]
         for number, one in enumerate(parts)
     ]
-    return stream, sizes, told
+    return stream, sizes, checksums
 
 
 # ---- held out -----------------------------------------------------------------------------------
@@ -396,8 +396,8 @@ def _trained(
 
     Both must be the same, because tokens are cached under the checksum of the tokenizer.
     """
-    told = [(source.text_column, shard.name) for source, shard in found]
-    folder = cache_root() / f"tokenizer-{digest([VERSION, vocab_size, told])}"
+    names = [(source.text_column, shard.name) for source, shard in found]
+    folder = cache_root() / f"tokenizer-{digest([VERSION, vocab_size, names])}"
     was_there = folder.exists()
     with suppress(ConfigError):
         return read_tokenizer(folder, "data")
@@ -464,10 +464,10 @@ def _said(
         if data.dtype and kind is not FileKind.ARRAY:
             yield f"data.dtype has no effect on {source.origin}, which is {kind}, not tokens"
     for source, (size, places) in zip(sources, mixture, strict=False):
-        told = f"{places:,} of an epoch's sequences, {places / size:.2f} passes over the source"
+        amount = f"{places:,} of an epoch's sequences, {places / size:.2f} passes over the source"
         if size == ENDLESS:
-            told = f"streamed (counts are estimates), {places:,} sequences shuffled at a time"
-        yield f"{source.origin}: {told}"
+            amount = f"streamed (counts are estimates), {places:,} sequences shuffled at a time"
+        yield f"{source.origin}: {amount}"
 
 
 def _baseline(train: Rows, held_out: Rows, vocab_size: int) -> Baseline | None:

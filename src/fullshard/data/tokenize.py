@@ -110,9 +110,9 @@ class Shard:
     @classmethod
     def of(cls, spans: tuple[Span, ...], tokens: TokenFile | None = None) -> Shard:
         """The part of the files as they are now; those that change have another name."""
-        told = [asdict(span) | {"file": str(span.file)} for span in spans]
+        entries = [asdict(span) | {"file": str(span.file)} for span in spans]
         files = [identity(span.file) for span in spans]
-        return cls(spans, digest([told, files, tokens and asdict(tokens)]), tokens)
+        return cls(spans, digest([entries, files, tokens and asdict(tokens)]), tokens)
 
     @property
     def num_bytes(self) -> int:
@@ -120,9 +120,9 @@ class Shard:
         return sum(span.size for span in self.spans)
 
 
-def digest(told: object) -> str:
+def digest(value: object) -> str:
     """Checksum of a JSON value."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(told).encode())
+    return xxhash.xxh3_128_hexdigest(json.dumps(value).encode())
 
 
 def shards(spans: Iterable[Span], dtype: str | None = None) -> list[Shard]:
@@ -222,8 +222,8 @@ def ensure(how: TokenSettings, read: Reader, part: tuple[Path, Shard]) -> TokenF
         with suppress(OSError):  # another user's, or a file system without locks
             lock = held.enter_context((file.parent / ".lock").open("a"))
             # A byte per shard; lockf would not keep the threads of a process apart.
-            told = struct.pack("hhqqi0q", fcntl.F_WRLCK, 0, int(file.name[:15], 16), 1, 0)
-            fcntl.fcntl(lock, fcntl.F_OFD_SETLKW, told)
+            request = struct.pack("hhqqi0q", fcntl.F_WRLCK, 0, int(file.name[:15], 16), 1, 0)
+            fcntl.fcntl(lock, fcntl.F_OFD_SETLKW, request)
         return _kept(file) or make(file, shard, how, read)
 
 
@@ -377,8 +377,8 @@ class Progress:
         self._said = now
         share, speed = self._done / self._size, self._done / (now - self._began)
         bar, left_s = "#" * int(share * BAR), (self._size - self._done) / speed
-        told = f"{self._what} [{bar:.<{BAR}}] {100 * share:.0f} % of {self._size / 2**20:,.0f} MiB"
-        logger.info("data: %s, %.1f MiB/s, %.0f s left", told, speed / 2**20, left_s)
+        text = f"{self._what} [{bar:.<{BAR}}] {100 * share:.0f} % of {self._size / 2**20:,.0f} MiB"
+        logger.info("data: %s, %.1f MiB/s, %.0f s left", text, speed / 2**20, left_s)
 
 
 # ---- while ranks train ---------------------------------------------------------------------------
@@ -626,9 +626,10 @@ def effect_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def settings_of(tokenizer: PreTrainedTokenizerBase) -> str:
     """Other settings that change the tokens of a call, such as `do_lower_case`, `add_bos_token`."""
-    told = {k: v for k, v in tokenizer.init_kwargs.items() if not re.search("file|path|local", k)}
-    told |= {"special": tokenizer.special_tokens_map, "split": tokenizer.split_special_tokens}
-    return json.dumps(told, default=repr, sort_keys=True)
+    given = tokenizer.init_kwargs.items()
+    settings = {key: value for key, value in given if not re.search("file|path|local", key)}
+    settings |= {"special": tokenizer.special_tokens_map, "split": tokenizer.split_special_tokens}
+    return json.dumps(settings, default=repr, sort_keys=True)
 
 
 def numbers_tokenizer(vocab_size: int) -> PreTrainedTokenizerBase:

@@ -70,9 +70,9 @@ class Worker:
             raise answer
         return answer
 
-    def _send(self, told: object) -> None:
+    def _send(self, message: object) -> None:
         try:
-            pickle.dump(told, self._process.stdin)
+            pickle.dump(message, self._process.stdin)
             self._process.stdin.flush()
         except BrokenPipeError:
             raise self._ended() from None

@@ -47,7 +47,7 @@ BESIDE = ("", "huggingface", "..")
 
 
 @contextmanager
-def opened(path: Path, config: Path | None) -> Generator[Source]:
+def open_source(path: Path, config: Path | None = None) -> Generator[Source]:
     """Opens a path of any known format, with the configuration to export.
 
     Args:
@@ -56,25 +56,16 @@ def opened(path: Path, config: Path | None) -> Generator[Source]:
 
     Raises:
         ConfigError: `config` has no config.json.
-        CheckpointError: The format of the path is unknown.
-    """
-    if config is not None and not (config / "config.json").is_file():
-        raise ConfigError(f"--config: expected a folder with config.json; got '{config}'.")
-    with open_source(path) as source:
-        yield source if config is None else replace(source, companions=companions_of(config))
-
-
-@contextmanager
-def open_source(path: Path) -> Generator[Source]:
-    """Opens a path of any known format.
-
-    Raises:
         CheckpointError: The format is unknown, or it cannot be read; at the end of the block: it
             was written again while it was read.
     """
+    if config is not None and not (config / "config.json").is_file():
+        raise ConfigError(f"--config: expected a folder with config.json; got '{config}'.")
+    given = {} if config is None else {"companions": companions_of(config)}
     with ExitStack() as closing:
         if _is_ours(path):
-            yield closing.enter_context(open_checkpoint(newest_complete(path, warns=True)))
+            source = closing.enter_context(open_checkpoint(newest_complete(path, warns=True)))
+            yield replace(source, **given)
             return
         with untrusted(f"'{path}'", "a checkpoint of a known tool"):
             check = partial(_check_stay, _weights_in(path))
@@ -95,7 +86,7 @@ def open_source(path: Path) -> Generator[Source]:
             if source.step is not None:
                 natural(source.step)
         tensors = {n: replace(e, origin=f"'{path}': {n}") for n, e in source.tensors.items()}
-        yield replace(source, tensors=tensors, check=check)
+        yield replace(source, tensors=tensors, check=check, **given)
         check()
 
 

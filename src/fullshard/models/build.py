@@ -33,7 +33,6 @@ from fullshard.models.config import (
     fit_to_tokenizer,
     freeze,
     num_positions,
-    quiet_libraries,
 )
 from fullshard.models.lora import (
     PROJECTION,
@@ -113,7 +112,6 @@ def with_fitting_length(resolved: Resolved) -> Resolved:
     Raises:
         ConfigError: The user set it, and a model has fewer positions.
     """
-    quiet_libraries()
     config = resolved.config
     models = {"model": given_model_config(config)}
     if config.teacher is not None and config.teacher.name_or_path is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fullshard.config.regular_files import did_you_mean_path
 from fullshard.config.schema import ModelConfig
 from fullshard.config.values import nearest
+from fullshard.data.arrays import sample_of
 from fullshard.engine.hugging_face import build, last_line, num_ids, read_config, read_model
 from fullshard.errors import ConfigError
 
@@ -66,6 +68,7 @@ def config_from_settings(settings: Mapping[str, Any]) -> PretrainedConfig:
         ConfigError: An unknown type, a type without a causal language model, a key that the class
             does not have (it would ignore it silently), or a value that it refuses.
     """
+    quiet_libraries()
     from transformers import CONFIG_MAPPING
 
     settings = dict(settings)
@@ -130,6 +133,7 @@ def config_from_folder(model: ModelConfig, section: str = "model") -> Pretrained
         ConfigError: The folder, its config.json or a causal language model for it is missing.
     """
     folder, key = Path(model.name_or_path or ""), f"{section}.name_or_path"
+    quiet_libraries()
     check_model_folder(folder, key)
     config = read_config(folder, key, trust=model.trust_remote_code)
     if not hasattr(config, "auto_map"):
@@ -152,6 +156,13 @@ def check_model_folder(folder: Path, key: str = "model.name_or_path") -> None:
             f"{key}: expected a Hugging Face model folder, got '{folder}' without config.json. Set "
             "the folder that contains config.json and the weights."
         )
+
+
+def sample_of_model(model: ModelConfig | None) -> str | None:
+    """Checksum of a sample of a folder's weights and its config.json; None if it has none."""
+    folder = Path((model and model.name_or_path) or os.devnull)
+    files = [*folder.glob("*.safetensors"), *folder.glob("config.json")]
+    return sample_of(files) if files else None
 
 
 def fit_to_tokenizer(

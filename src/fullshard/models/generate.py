@@ -62,11 +62,11 @@ class SamplingSettings:
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of transformers' `generate`; all are given, so a model's folder sets none."""
-        told: dict[str, Any] = {"repetition_penalty": self.repetition_penalty}
+        settings: dict[str, Any] = {"repetition_penalty": self.repetition_penalty}
         if self.temperature < LEAST_TEMPERATURE:
-            return {**told, "do_sample": False}
+            return {**settings, "do_sample": False}
         draws = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
-        return {**told, "do_sample": True, **draws}
+        return {**settings, "do_sample": True, **draws}
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ def model_folder_of(folder: Path) -> Path:
             record: Any = json.loads((folder / "run.json").read_text(encoding="utf-8"))
             made, saved = record["measured"]["num_steps"], record["last_saved_step"]
             if saved > made:
-                told = "'%s' is of step %d; checkpoints of later steps: fullshard ckpt export %s"
-                logger.warning(told, folder / "model", made, folder)
+                warning = "'%s' is of step %d; checkpoints of later steps: fullshard ckpt export %s"
+                logger.warning(warning, folder / "model", made, folder)
         return folder / "model"
     check_model_folder(folder, "FOLDER")
     return folder
@@ -158,8 +158,8 @@ class Sampler:
             ids = [rows[index] for index in batch]
             most = self.settings.max_new_tokens or self._room(len(ids[0]))
             if (room := self._room(len(ids[0]), most)) < most:
-                told = "the model has positions for only %d of %d new tokens here"
-                logger.warning(told, room, most)
+                warning = "the model has positions for only %d of %d new tokens here"
+                logger.warning(warning, room, most)
             for index, new in zip(batch, self.continued(ids, most, number), strict=True):
                 text: str = self.tokenizer.decode(new, skip_special_tokens=True)
                 found[index] = Sample(prompts[index], text, len(new))
@@ -223,9 +223,9 @@ class Sampler:
         ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else []
         positions = num_positions(self.model.config) or len(ids) + 1
         if len(ids) >= positions:
-            told = "the model has %d positions: of the prompt's %d tokens only the last %d are used"
+            text = "the model has %d positions: of the prompt's %d tokens only the last %d are used"
             keep = max(1, positions // 2)
-            logger.warning(told, positions, len(ids), keep)
+            logger.warning(text, positions, len(ids), keep)
             ids = ids[-keep:]
         start = tokenizer.bos_token_id
         if not ids and isinstance(start, int):

@@ -40,7 +40,7 @@ _KNOWN = ("qwen3_moe", "mixtral")  # their files have these names
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptParts:
     """The parts of a teacher that are kept.
 
     Attributes:
@@ -139,7 +139,9 @@ def counting(model: nn.Module) -> Iterator[dict[int, torch.Tensor]]:
             handle.remove()
 
 
-def choose(counts: Mapping[int, Sequence[float]], num_layers: int, distill: DistillConfig) -> Kept:
+def choose(
+    counts: Mapping[int, Sequence[float]], num_layers: int, distill: DistillConfig
+) -> KeptParts:
     """Chooses the parts to keep, by the counted tokens."""
     layers = kept_layers(num_layers, distill.layers)
     experts: dict[int, tuple[int, ...]] = {}
@@ -151,10 +153,10 @@ def choose(counts: Mapping[int, Sequence[float]], num_layers: int, distill: Dist
         ranked = sorted(range(len(used)), key=lambda expert: (-used[expert], expert))
         experts[layer] = tuple(sorted(ranked[: distill.experts]))
         shares[layer] = sum(used[e] for e in experts[layer]) / max(1.0, sum(used))
-    return Kept(layers, experts, shares)
+    return KeptParts(layers, experts, shares)
 
 
-def write_student(teacher: Path, folder: Path, config: PretrainedConfig, kept: Kept) -> None:
+def write_student(teacher: Path, folder: Path, config: PretrainedConfig, kept: KeptParts) -> None:
     """Copy the kept tensors from the teacher's files into the student's folder, replacing it.
 
     Raises:
@@ -172,7 +174,7 @@ def write_student(teacher: Path, folder: Path, config: PretrainedConfig, kept: K
         config.save_pretrained(aside)
 
 
-def _of_student(name: str, whole: Entry, kept: Kept) -> tuple[str, Entry] | None:
+def _of_student(name: str, whole: Entry, kept: KeptParts) -> tuple[str, Entry] | None:
     """The student's name and tensor for a tensor of the teacher; None where it is not kept."""
     layer, expert = _LAYER.search(name), _EXPERT.search(name)
     if layer is None:

@@ -90,11 +90,11 @@ def drawn(tables: Mapping[str, Table], charts: Iterable[Chart]) -> dict[str, Any
         lines = [line for line in chart.lines if _has_points(tables, line)]
         if any(line.level is None for line in lines):
             scale, unit = _readable(chart.unit, tables, lines)
-            told = [asdict(line) for line in lines]
-            for line in told:
+            rows = [asdict(line) for line in lines]
+            for line in rows:
                 line["scale"] *= scale
                 line["level"] = None if line["level"] is None else line["level"] * scale
-            shown.append({**asdict(chart), "unit": unit, "lines": told})
+            shown.append({**asdict(chart), "unit": unit, "lines": rows})
     return {"tables": {name: thinned(table) for name, table in tables.items()}, "charts": shown}
 
 

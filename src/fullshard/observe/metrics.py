@@ -191,8 +191,8 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
                 left -= 1
                 yield row
     if left:
-        told = "%s: left out %d line(s) that are torn or of another version of fullshard"
-        logger.warning(told, path, left)
+        warning = "%s: left out %d line(s) that are torn or of another version of fullshard"
+        logger.warning(warning, path, left)
 
 
 def keep_rows(path: Path, done: int) -> tuple[StepRow | None, EvalRow | None]:

@@ -303,8 +303,8 @@ def _expanded(line: Row, machine: dict[str, list[Row]]) -> Iterator[Row]:
             name = f"node {node}, {line['name']}" if len(machine) > 1 else line["name"]
             color = line.get("color", 1) + gpu + at * max(2, num_gpus)
             texts = {"name": name, "table": line["table"], "y": line["y"]}
-            told = {key: text.format(node=node, gpu=gpu) for key, text in texts.items()}
-            yield {**line, **told, "color": color}
+            labels = {key: text.format(node=node, gpu=gpu) for key, text in texts.items()}
+            yield {**line, **labels, "color": color}
 
 
 def _column(rows: list[Row], name: str) -> list[float]:

@@ -59,10 +59,10 @@ def _wandb(config: RunConfig, folder: Path, _: int) -> tuple[Log, Close]:
 
 
 def _mlflow(config: RunConfig, folder: Path, _: int) -> tuple[Log, Close]:
-    mlflow, told = import_module("mlflow"), _described(config, folder)
-    mlflow.set_experiment(told["project"])
-    mlflow.start_run(run_name=told["name"])
-    mlflow.log_dict(told["config"], "config.json")
+    mlflow, facts = import_module("mlflow"), _described(config, folder)
+    mlflow.set_experiment(facts["project"])
+    mlflow.start_run(run_name=facts["name"])
+    mlflow.log_dict(facts["config"], "config.json")
     return mlflow.log_metrics, lambda ok: mlflow.end_run("FINISHED" if ok else "FAILED")
 
 

@@ -367,18 +367,18 @@ class Lack:
 
     def refusal(self, rows: Sequence[MemoryRow], advice: Sequence[str]) -> str:
         """Why a run is not started, with the plan's rows and advice in sentences."""
-        told = (
+        message = (
             f"memory: expected at most {human_bytes(self.memory)} per rank of {self.where}; "
             f"the run takes {human_bytes(self.needed)}: "
             f"{Fit.NO.sentence(self.needed, self.memory)}"
         )
         if self.process:
-            told += (
+            message += (
                 f" Tensors take {human_bytes(self.needed - self.process)} per rank; its process "
                 f"and its share of the launcher take {human_bytes(self.process)}."
             )
         smaller = "more devices, a smaller model or batch, or shorter sequences (max_seq_length)"
-        return with_plan(told, rows, advice or [smaller])
+        return with_plan(message, rows, advice or [smaller])
 
 
 def with_plan(message: str, rows: Sequence[MemoryRow], advice: Sequence[str]) -> str:

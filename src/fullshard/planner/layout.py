@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -29,8 +29,6 @@ class Slice:
         start: First element.
         stop: One past the last element; equal to `start` if the rank has no element.
         offset: Beginning of the range in the rank's shard of the flat buffer, in elements.
-        atom: Number of consecutive elements that are never split between ranks. It is 1 today;
-            block-quantised or row-wise states will need more.
     """
 
     name: str
@@ -38,7 +36,6 @@ class Slice:
     start: int
     stop: int
     offset: int
-    atom: int = 1
 
     @property
     def numel(self) -> int:
@@ -58,7 +55,8 @@ class Placement:
         name: The parameter's first name.
         shape: Shape of its part after other axes of the mesh cut it.
         offset: Its first element in the buffer.
-        atom: See `Slice`.
+        atom: Number of consecutive elements that are never split between ranks. It is 1 today;
+            block-quantised or row-wise states will need more.
         parts: Number of different parts that other axes cut it into.
     """
 
@@ -138,14 +136,9 @@ class FlatLayout:
 
     def holders(self, placement: Placement) -> list[tuple[int, int, int]]:
         """Returns (part, start, stop) for every part with elements of a parameter."""
-        found: list[tuple[int, int, int]] = []
-        if placement.numel:
-            first, last = placement.offset // self.part_numel, -(-placement.stop // self.part_numel)
-            for part in range(first, last):
-                low = part * self.part_numel - placement.offset
-                stop = min(placement.numel, low + self.part_numel)
-                found.append((part, max(0, low), stop))
-        return found
+        first = placement.offset
+        found = _parts_with(first, placement.stop, self.part_numel)
+        return [(part, start - first, stop - first) for part, start, stop in found]
 
     def slices(self, part: int) -> tuple[Slice, ...]:
         """Returns one slice per parameter in order; a slice may be empty."""
@@ -154,21 +147,23 @@ class FlatLayout:
         found: list[Slice] = []
         for p in self.placements:
             start, stop = max(p.offset, low), min(p.stop, high)
-            if start >= stop:
-                found.append(Slice(p.name, p.shape, 0, 0, 0, p.atom))
-            else:
-                found.append(
-                    Slice(p.name, p.shape, start - p.offset, stop - p.offset, start - low, p.atom)
-                )
+            ends = (start - p.offset, stop - p.offset, start - low) if start < stop else (0, 0, 0)
+            found.append(Slice(p.name, p.shape, *ends))
         return tuple(found)
+
+
+def _parts_with(start: int, stop: int, part_numel: int) -> Iterator[tuple[int, int, int]]:
+    """(part, first, one past the last) for every part with elements of [start, stop)."""
+    for part in range(start // part_numel, -(-stop // part_numel)) if start < stop else ():
+        low = part * part_numel
+        yield part, max(start, low), min(stop, low + part_numel)
 
 
 @cache
 def owned_numels(bounds: Bounds, num_parts: int, part_numel: int) -> tuple[int, ...]:
     """Returns the elements of parameters in each part of a flat buffer, without padding."""
     found = [0] * num_parts
-    for start, stop in ((start, stop) for start, stop in bounds if start < stop):
-        for part in range(start // part_numel, -(-stop // part_numel)):
-            low = part * part_numel
-            found[part] += min(stop, low + part_numel) - max(start, low)
+    for bound in bounds:
+        for part, start, stop in _parts_with(*bound, part_numel):
+            found[part] += stop - start
     return tuple(found)

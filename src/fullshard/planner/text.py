@@ -1,4 +1,4 @@
-"""Plans as text: a tree for people, and JSON and back (dataclasses by field, enums by value)."""
+"""Plans as text: a tree for people, and JSON and back (dataclasses by field)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import hashlib
 import json
 import typing
 from collections.abc import Iterable
-from enum import Enum
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -204,6 +203,4 @@ def _encode(value: Any) -> Any:
         }
     if isinstance(value, tuple | list):
         return [_encode(item) for item in typing.cast("list[Any]", value)]
-    if isinstance(value, Enum):
-        return value.value
     return value

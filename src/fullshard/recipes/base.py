@@ -122,7 +122,7 @@ class Team(Protocol):
 
 @dataclass(frozen=True)
 class Seat:
-    """A rank, the number of ranks, and the rank's device.
+    """Where a rank sits in its run: its number, its device, and which batch, or part, it sees.
 
     Attributes:
         sharding: Sizes of the axes; ranks are numbered as in `planner.mesh.mesh_of`.

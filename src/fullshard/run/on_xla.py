@@ -126,9 +126,9 @@ class XlaSide(Side):
         if run.seat.is_first and run.dataset.prompts:
             logger.info("answers to held-out prompts are not sampled with backend: jax")
         groups, self._tx = self._optimizer()
-        loss = told = next_token(Decoder(self._decoder, self._plan), training.loss_chunk_size)
+        loss = eval_loss = next_token(Decoder(self._decoder, self._plan), training.loss_chunk_size)
         if teaching is not None:
-            loss, told = teaching.loss, teaching.told
+            loss, eval_loss = teaching.loss, teaching.eval_loss
         self._step = train_step(
             self._plan,
             loss,
@@ -137,7 +137,7 @@ class XlaSide(Side):
             num_micro_batches=run.steps.order.shape.accumulation,
             given=teaching.given() if teaching is not None else None,
         )
-        self._sums = eval_step(self._plan, told)
+        self._sums = eval_step(self._plan, eval_loss)
         tied = {HEAD: EMBEDDING} if self._decoder.tie_word_embeddings else {}
         self._beside = checkpoints.Extras(groups, tied=tied)
         if run.resume.path is None:

@@ -27,7 +27,6 @@ from fullshard.models.build import (
     sharding_for,
     weights_source,
 )
-from fullshard.models.config import quiet_libraries
 from fullshard.outlook.calibration import FILE_NAME, Calibration, read_calibration
 from fullshard.outlook.devices import Device, Gpus, find_device
 from fullshard.outlook.memory import (
@@ -49,7 +48,7 @@ from fullshard.planner.plan import Plan
 from fullshard.planner.text import human_bytes
 from fullshard.planner.units import Place
 from fullshard.recipes.context import check_context
-from fullshard.recipes.distill.recipe import Taught, settings_of
+from fullshard.recipes.distill.recipe import PlannedTeacher, settings_of
 from fullshard.recipes.head import whole_logits
 from fullshard.run.tracing import Tracer
 from fullshard.transport.shared.segment import Host
@@ -62,7 +61,7 @@ def job_of(
     model: nn.Module,
     training: TrainingConfig,
     num_batches: int,
-    taught: Taught | None = None,
+    teacher: PlannedTeacher | None = None,
     chunk_size: int | None = None,
     place: LocalModel | None = None,
 ) -> PlannedStep:
@@ -72,7 +71,7 @@ def job_of(
         model: A Hugging Face model on meta.
         training: Training section of the run, with the batch size.
         num_batches: Number of batches that share train_batch_size.
-        taught: Teacher of the model, if any.
+        teacher: Teacher of the model, if any.
         chunk_size: Tokens whose logits are in memory at a time; None: all tokens.
         place: One rank's part of the model along other axes, which is traced; None: `model`.
     """
@@ -92,11 +91,11 @@ def job_of(
     )
     place = place or LocalModel(model)
     length = training.max_seq_length // place.num_sequence_parts
-    trace = Tracer(place.model, length, taught, chunk_size, on_gpu=place.on_gpu)
+    trace = Tracer(place.model, length, teacher, chunk_size, on_gpu=place.on_gpu)
     experts, chosen, active = _experts(model, config, numel)
     # The forecast of time includes no teacher and no owned optimizer; calibrations include no
     # exchange of activations between ranks.
-    is_timed = taught is None and states.owned is None
+    is_timed = teacher is None and states.owned is None
     is_alone = place.model is model and place.num_sequence_parts == 1
     return PlannedStep(
         model=replace(decoder(shapes, active), expert_params=experts, chosen=chosen),
@@ -108,7 +107,7 @@ def job_of(
         trace=trace,
         work=trace.work if is_timed and is_alone else None,
         optimizer=states,
-        beside=taught.rows if taught else None,
+        beside=teacher.rows if teacher else None,
         is_timed=is_timed,
         chunk_size=chunk_size,
     )
@@ -313,24 +312,24 @@ def view_of(
 
     sharding, training, free = _left_open(config, world)
     on_gpu = machine.device is not None or torch.cuda.is_available()
-    taught = Taught.of(config, topology.local_world_size, on_gpu=on_gpu, resolved=resolved)
-    beside = () if taught is None or taught.teacher is None else (taught.teacher,)
+    teacher = PlannedTeacher.of(config, topology.local_world_size, on_gpu=on_gpu, resolved=resolved)
+    beside = () if teacher is None or teacher.model is None else (teacher.model,)
     if not any(map(has_experts, beside)):  # otherwise the expert axis is the teacher's
         rules_of(model, config.sharding)
     for one in (model, *beside):
         check_context(one, sharding, training.max_seq_length)
-    whole = whole_logits(model, config) if taught is None else None
+    whole = whole_logits(model, config) if teacher is None else None
     chunk_size = None if whole else settings_of(config).tokens_at_once
 
     def job_at(sharding: ShardConfig) -> PlannedStep:
         named = sharding_for(config.model_copy(update={"sharding": sharding}), model)
         place = replace(one_place(model, named), num_sequence_parts=sharding.context, on_gpu=on_gpu)
         num_batches = sharding.num_batches(world)
-        job = job_of(model, training, num_batches, taught, chunk_size, place)
+        job = job_of(model, training, num_batches, teacher, chunk_size, place)
         return job if optimizer is None else replace(job, optimizer=optimizer)
 
     job = job_at(sharding)
-    if taught is None and machine.device is not None and config.lora is None:
+    if teacher is None and machine.device is not None and config.lora is None:
         job = replace(job, divided=cache(partial(_ways, model, sharding, topology, job_at, job)))
     outlook = look(plan_at(sharding, topology), sharding, job, machine)
     if free:
@@ -411,7 +410,6 @@ def known_calibration(world_size: int) -> Calibration | None:
 
 def model_of(config: RunConfig) -> nn.Module:
     """The model of a run on meta, built without its data."""
-    quiet_libraries()
     return model_on_meta(config, model_config_of(config))
 
 
@@ -439,7 +437,6 @@ def foresee(config: RunConfig, topology: Topology) -> View | XlaOutlook:
         return view_of(config, model_of(config), topology)
     from fullshard.run.xla_outlook import look
 
-    quiet_libraries()
     machine = this_machine(topology.ranks_per_host)
     world = topology.world_size
     return look(config, model_config_of(config), world, on_cpu=machine.is_host, machine=machine)

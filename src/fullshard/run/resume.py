@@ -43,6 +43,7 @@ from fullshard.data.arrays import sample_of
 from fullshard.data.dataset import tokenizer_texts
 from fullshard.errors import CheckpointError, ConfigError, PreemptedError, untrusted
 from fullshard.launch.run_lock import is_holder
+from fullshard.models.config import sample_of_model
 from fullshard.observe.hang import watchdog
 from fullshard.run.folder import HOLDS, LAST_SAVED, RunFolder, RunStatus
 from fullshard.run.loop import Keeper, Patience, Trainee
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TEACHER = "teacher"  # key of run.json: the sample of its weights
-WEIGHTS = "*.safetensors"
 # Keys of a checkpoint's state.
 POSITION, SCALER, PATIENCE = "position", "scaler", "patience"
 # Keys of a model's configuration that change no forward.
@@ -295,13 +295,8 @@ def sample_of_teacher(config: RunConfig) -> str | None:
 
     None without a teacher. A run that has a teacher and a cache learns from the cache.
     """
-    teacher, cache = config.teacher, config.distill and config.distill.cache
-    place, kinds = cache, ("cache.json",)
-    if not cache:
-        place, kinds = teacher and teacher.name_or_path, (WEIGHTS, CONFIG)
-    if place is None:
-        return None
-    return sample_of(file for kind in kinds for file in Path(place).glob(kind))
+    cache = config.distill and config.distill.cache
+    return sample_of(Path(cache).glob("cache.json")) if cache else sample_of_model(config.teacher)
 
 
 def check_data(resume: Resume, position: Any, steps: StepPlan) -> None:

@@ -29,7 +29,7 @@ from fullshard.planner.spec import is_inside, parent_name
 from fullshard.planner.tracing import Moment, Peaks, Work, between, peaks, peaks_between
 from fullshard.planner.wrap import recomputed_modules, repeated_blocks
 from fullshard.recipes.base import whole_logits_loss
-from fullshard.recipes.distill.recipe import Taught
+from fullshard.recipes.distill.recipe import PlannedTeacher
 from fullshard.recipes.head import MOST_TRACED, Head, next_token
 
 logger = logging.getLogger(__name__)
@@ -45,20 +45,20 @@ class Tracer:
     Attributes:
         model: Model on meta; a copy, if its head is replaced.
         length: Tokens of a sample.
-        taught: Teacher of the model, if any.
+        teacher: Teacher of the model, if any.
         chunk_size: Tokens whose logits are in memory at a time; None: all tokens.
         on_gpu: Whether the steps will run on a GPU.
     """
 
     model: nn.Module
     length: int
-    taught: Taught | None = None
+    teacher: PlannedTeacher | None = None
     chunk_size: int | None = None
     on_gpu: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         self._spec = spec_of(self.model)
-        if self.taught is not None or self.chunk_size is not None:
+        if self.teacher is not None or self.chunk_size is not None:
             self.model = copy.deepcopy(self.model)
             Head(self.model)
         self._traces: dict[Any, list[Moment]] = {}
@@ -165,7 +165,7 @@ class Tracer:
             model, depth = self.model, key[1]
             if depth is not None:
                 model, plan = _shallow(model, plan, repeated_blocks(self._spec)[depth:])
-            beside, work = self.taught.beside if self.taught else (), self._work(samples)
+            beside, work = self.teacher.beside if self.teacher else (), self._work(samples)
             ledger = trace_step(model, plan, config, work, beside, on_gpu=self.on_gpu)
             self._traces[known] = ledger.moments
         return self._traces[known]
@@ -175,8 +175,8 @@ class Tracer:
 
         Chunks are larger if there would be more than `most_chunks`; they compute the same.
         """
-        if self.taught is not None:
-            return self.taught.work(samples, self.length)
+        if self.teacher is not None:
+            return self.teacher.work(samples, self.length)
         shape, size = (samples, self.length), self.chunk_size
         if size is not None and most_chunks is not None:
             size = max(size, -(-samples * self.length // most_chunks))

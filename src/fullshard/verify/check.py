@@ -34,7 +34,7 @@ from fullshard.launch.local_call import call_on_ranks
 from fullshard.launch.spawn import LocalLaunch
 from fullshard.launch.supervise import LaunchResult
 from fullshard.models.build import given_model_config
-from fullshard.models.config import freeze, quiet_libraries
+from fullshard.models.config import freeze
 from fullshard.models.small import (
     Change,
     Shrunk,
@@ -54,8 +54,8 @@ from fullshard.verify.compare import (
     LOW,
     NUM_TOKENS,
     SINGLE,
+    CheckJob,
     Diagnosis,
-    Job,
     Pass,
     Sides,
     WorstRow,
@@ -92,7 +92,7 @@ class PreparedCheck:
         program: Function that plays the ranks, and its number of processes.
     """
 
-    job: Job
+    job: CheckJob
     model: nn.Module
     config: PretrainedConfig
     plan: Plan | ArraysPlan
@@ -143,7 +143,6 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
     Raises:
         ConfigError: The model or its sharding cannot be used, or the fault cannot happen here.
     """
-    quiet_libraries()
     if config.sharding.transport is TransportKind.FAKE:
         raise ConfigError("transport: expected a real transport, got 'fake', which moves no data.")
     check_supported(config.sharding.without("context"))  # the rest of it does not matter here
@@ -161,7 +160,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
         exact = SINGLE
         notes.append("The model computes its logits in float32, also in float64.")
     num_micro_batches = min(2, config.training.gradient_accumulation_steps)
-    job = Job(
+    job = CheckJob(
         passes=passes_of(sharding, exact),
         world_size=world_size,
         num_micro_batches=num_micro_batches,
@@ -345,7 +344,7 @@ def run_sides(prepared: PreparedCheck, folder: Path) -> tuple[LocalLaunch, Launc
     return launch, result
 
 
-def judge(job: Job, folder: Path, began: float) -> Verdict:
+def judge(job: CheckJob, folder: Path, began: float) -> Verdict:
     """Compares the results of the two sides.
 
     Args:

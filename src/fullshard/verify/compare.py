@@ -94,8 +94,8 @@ class Pass:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-    """Numbers that both sides read; the module's docstring lists the files next to them."""
+class CheckJob:
+    """What every process of a check does; the module's docstring lists the files next to it."""
 
     passes: tuple[Pass, ...]
     world_size: int
@@ -119,24 +119,24 @@ class Job:
         return self.seat(0).num_batches
 
     @property
-    def told_steps(self) -> tuple[int, ...]:
+    def written_steps(self) -> tuple[int, ...]:
         """Steps whose gradients and parameters are written; losses and norms always are."""
         last = self.num_steps
         return tuple(step for step in range(last + 1) if step < NUM_STEPS or step >= last - 1)
 
     def write(self, folder: Path) -> None:
         """Writes job.json."""
-        more = {"told_steps": self.told_steps, "num_batches": self.num_batches}
+        more = {"written_steps": self.written_steps, "num_batches": self.num_batches}
         fields = {**dataclasses.asdict(self), **more}
         (folder / JOB_FILE).write_text(json.dumps(fields))
 
     @staticmethod
-    def read(folder: Path) -> Job:
+    def read(folder: Path) -> CheckJob:
         """Reads job.json."""
-        return TypeAdapter(Job).validate_json((folder / JOB_FILE).read_bytes())
+        return TypeAdapter(CheckJob).validate_json((folder / JOB_FILE).read_bytes())
 
 
-def write_batches(folder: Path, job: Job, vocab_size: int) -> None:
+def write_batches(folder: Path, job: CheckJob, vocab_size: int) -> None:
     """Random tokens for every step, rank and micro-batch.
 
     Batches have different numbers of label tokens, so that a mean of means differs from the mean
@@ -239,7 +239,7 @@ class Sides:
         pieces: Tensors of every rank.
     """
 
-    def __init__(self, folder: Path, job: Job, choice: Pass) -> None:
+    def __init__(self, folder: Path, job: CheckJob, choice: Pass) -> None:
         self.job, self.choice = job, choice
         place = folder / choice.name
         self.numbers = json.loads((place / "reference.json").read_text())
@@ -306,11 +306,11 @@ class Sides:
         for step in range(self.job.num_steps + 1):
             if step == self.job.num_steps:
                 yield from self._state_errors()
-            told = step in self.job.told_steps
+            is_written = step in self.job.written_steps
             yield from self._loss_errors(step)
-            yield from self._tensor_errors(step, "gradient", GRADIENT) if told else ()
+            yield from self._tensor_errors(step, "gradient", GRADIENT) if is_written else ()
             yield from self._norm_errors(step)
-            yield from self._tensor_errors(step, "parameter", PARAMETER) if told else ()
+            yield from self._tensor_errors(step, "parameter", PARAMETER) if is_written else ()
 
     def _loss_errors(self, step: int) -> Iterator[Difference]:
         for rank, facts in enumerate(self.facts):

@@ -35,7 +35,7 @@ from fullshard.recipes.context import divide, part_of
 from fullshard.run.loop import Loop, LoopSettings, Watcher
 from fullshard.run.on_torch import TorchTrainee
 from fullshard.run.optim import Schedule
-from fullshard.verify.compare import WEIGHTS, Job, Pass
+from fullshard.verify.compare import WEIGHTS, CheckJob, Pass
 from fullshard.verify.faults import Injection
 
 
@@ -132,7 +132,7 @@ class _Batches:
 class _Training:
     """One pass of the job on this rank."""
 
-    def __init__(self, folder: Path, job: Job, choice: Pass, rank: int) -> None:
+    def __init__(self, folder: Path, job: CheckJob, choice: Pass, rank: int) -> None:
         self.folder, self.job, self.choice = folder, job, choice
         self.seat = job.seat(rank, f"cuda:{rank}" if job.device == "cuda" else "cpu")
         self.batches = load_file(folder / "batches.safetensors")
@@ -182,7 +182,7 @@ class _Training:
         Loop(trainee, data, settings, team, self.record).run()
 
 
-def run_pass(folder: Path, job: Job, choice: Pass, rank: int) -> None:
+def run_pass(folder: Path, job: CheckJob, choice: Pass, rank: int) -> None:
     """Train, save, load into a fresh model and train one more step; record all results."""
     training, injection = _Training(folder, job, choice, rank), Injection(job.fault)
     model, optimizer = training.build(injection, folder / WEIGHTS)
@@ -223,6 +223,6 @@ def run_passes(folder: Path) -> None:
     """Runs every pass of the folder's job on this rank, inside a process group."""
     torch.set_num_threads(1)
     quiet_libraries()
-    job = Job.read(folder)
+    job = CheckJob.read(folder)
     for choice in job.passes:
         run_pass(folder, job, choice, dist.get_rank())

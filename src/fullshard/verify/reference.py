@@ -144,7 +144,7 @@ class _ReferenceTraining:
             sums, own = self._play_rank(step, rank, num_batches / num_tokens)
             losses.append(sums)
             for name, gradient in own.items():
-                if step in self.job["told_steps"]:
+                if step in self.job["written_steps"]:
                     self.tensors[f"{step}/own/{rank}/{name}"] = gradient.cpu()
                 total[name] = gradient.clone() if name not in total else total[name] + gradient
         gradients = {name: gradient / num_batches for name, gradient in total.items()}
@@ -183,7 +183,7 @@ class _ReferenceTraining:
             self.masters[name].grad = gradient * factor
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        if step in self.job["told_steps"]:
+        if step in self.job["written_steps"]:
             for name, gradient in gradients.items():
                 self.tensors[f"{step}/gradient/{name}"] = gradient.cpu().contiguous()
             for name, master in self.masters.items():

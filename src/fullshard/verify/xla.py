@@ -38,7 +38,7 @@ from fullshard.planner.mesh import row_of
 from fullshard.run.on_xla import state_of, torch_weights
 from fullshard.saving import SaveSettings
 from fullshard.verify.check import PreparedCheck, model_config_of, passes_of
-from fullshard.verify.compare import OPTIMIZER, WEIGHTS, Job, Pass
+from fullshard.verify.compare import OPTIMIZER, WEIGHTS, CheckJob, Pass
 from fullshard.verify.faults import Fault, Injection
 from fullshard.xla import opt_state, processes
 from fullshard.xla.decoder import EMBEDDING, HEAD, DecoderConfig, loss_fn, plan_table, planned
@@ -63,7 +63,6 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
     Raises:
         ConfigError: The model or its sharding cannot be used, or the fault cannot happen here.
     """
-    quiet_libraries()
     check_supported(config.sharding, backend=Backend.JAX)
     if fault not in (None, Fault.REPEATED_DATA):
         raise ConfigError(
@@ -79,7 +78,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
     in_float64 = ShardConfig.of(config.sharding, master_dtype=DType.FLOAT64)
     wide = config.model_copy(update={"sharding": in_float64})
     table = plan_table(small.config, wide, world_size)
-    job = Job(
+    job = CheckJob(
         passes=_passes(config.sharding, table),
         world_size=world_size,
         num_micro_batches=min(2, config.training.gradient_accumulation_steps),
@@ -155,7 +154,7 @@ def seeing(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
 class DeviceResults:
     """The results of every device, in the files that a torch rank writes."""
 
-    def __init__(self, placed: XlaPlan, job: Job) -> None:
+    def __init__(self, placed: XlaPlan, job: CheckJob) -> None:
         self._plan, self._job = placed, job
         self._rank_of = {device: rank for rank, device in enumerate(placed.mesh.devices.flat)}
         ranks = range(job.world_size)
@@ -163,10 +162,10 @@ class DeviceResults:
         self.numbers: dict[str, list[float]] = {"loss": [], "norm": []}
 
     def keep(self, step: int, state: State, metrics: dict[str, Any]) -> None:
-        """Record loss and norm of a step, and tensors if it is one of `told_steps`."""
+        """Record loss and norm of a step, and tensors if it is one of `written_steps`."""
         self.numbers["loss"].append(float(metrics["loss"]))
         self.numbers["norm"].append(float(metrics["grad_norm"]))
-        if step not in self._job.told_steps:
+        if step not in self._job.written_steps:
             return
         arrays = self._plan.table.arrays
         moving = [array for array in arrays if array.trainable]
@@ -206,7 +205,7 @@ def _layers_of(array: ArrayPlan, shard: Any) -> Iterator[tuple[str, torch.Tensor
         yield name, at, np.array(values[inside], copy=True)
 
 
-def run_pass(folder: Path, job: Job, choice: Pass) -> None:
+def run_pass(folder: Path, job: CheckJob, choice: Pass) -> None:
     """Train, save, load into a fresh state and train one more step; record all results."""
     jax.config.update("jax_enable_x64", choice.master_dtype == "float64")  # as a run does
     decoder = DecoderConfig.of(read_config(folder, "model"))
@@ -243,7 +242,7 @@ def _train(
     step: Step,
     batches: Batches,
     steps: Sequence[int],
-    kept: tuple[Job, DeviceResults],
+    kept: tuple[CheckJob, DeviceResults],
 ) -> State:
     job, record = kept
     for at in steps:
@@ -253,7 +252,7 @@ def _train(
     return state
 
 
-def _planned(decoder: DecoderConfig, sharding: ShardConfig, job: Job) -> XlaPlan:
+def _planned(decoder: DecoderConfig, sharding: ShardConfig, job: CheckJob) -> XlaPlan:
     """The plan on this process's devices; an array is frozen if its first tensor is."""
     mesh, shapes = mesh_for(sharding, jax.devices()[: job.world_size]), decoder.shapes()
     free = planned(shapes, sharding, mesh)
@@ -261,13 +260,13 @@ def _planned(decoder: DecoderConfig, sharding: ShardConfig, job: Job) -> XlaPlan
     return planned(shapes, sharding, mesh, names)
 
 
-def _optimizer(placed: XlaPlan, job: Job) -> optax.GradientTransformation:
+def _optimizer(placed: XlaPlan, job: CheckJob) -> optax.GradientTransformation:
     numbers = job.optimizer
     decay = trained(placed, placed.map(lambda _: numbers["weight_decay"]))
     return opt_state.adamw((numbers["beta1"], numbers["beta2"]), numbers["epsilon"], decay)
 
 
-def _batches_of(folder: Path, job: Job, *, honest: bool = False) -> Batches:
+def _batches_of(folder: Path, job: CheckJob, *, honest: bool = False) -> Batches:
     """The samples of every step, in rank order, which is the order of the devices."""
     found, injection = load_file(folder / "batches.safetensors"), Injection(job.fault)
     ranks = range(job.num_batches)
@@ -286,7 +285,7 @@ def _batches_of(folder: Path, job: Job, *, honest: bool = False) -> Batches:
 
 def run_passes(folder: Path) -> None:
     """Runs every pass of the folder's job in a process that has the devices."""
-    job = Job.read(folder)
+    job = CheckJob.read(folder)
     for choice in job.passes:
         run_pass(folder, job, choice)
 
@@ -295,5 +294,5 @@ def play(folder: Path) -> None:
     """Creates the devices and runs the job."""
     torch.set_num_threads(1)
     quiet_libraries()
-    processes.play(Job.read(folder).world_size)
+    processes.play(CheckJob.read(folder).world_size)
     run_passes(folder)

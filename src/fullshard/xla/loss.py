@@ -155,9 +155,9 @@ def distillation(student: Decoder, teacher: Decoder | None, settings: DistillCon
         own = predicting(hidden_of(student.config, student.plan, params, batch))
         labels, head = labels_of(batch), head_of(student.config, params)
         if settings.loss is DistillLoss.HIDDEN:
-            told, count = chunked(own, labels, (head, None), cross_entropy, size)
+            of_labels, count = chunked(own, labels, (head, None), cross_entropy, size)
             apart = _hidden_loss(own, labels["labels"], seen, params.get(PROJECTION))
-            return settings.alpha * apart + (1 - settings.alpha) * told, count
+            return settings.alpha * apart + (1 - settings.alpha) * of_labels, count
         heads = head, head_of(teacher.config, given)
         return chunked(own, labels | {"hidden": seen}, heads, _against(settings), size)
 

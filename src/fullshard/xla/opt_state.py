@@ -129,14 +129,14 @@ def updated(
     state = map_state(plan, unpad, opt_state)
 
     def update(extra: dict[str, jax.Array]) -> tuple[Tree, Tree]:
-        told = grads, _with_hyperparams(state, extra), mine
+        given = grads, _with_hyperparams(state, extra), mine
         try:
             try:
-                return tx.update(*told, **{"value": loss, **extra})
+                return tx.update(*given, **{"value": loss, **extra})
             except TypeError as error:
                 if "unexpected keyword argument 'value'" not in str(error):
                     raise
-                return tx.update(*told, **extra)  # optax.contrib.sam does not accept a value
+                return tx.update(*given, **extra)  # optax.contrib.sam does not accept a value
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 "tx: expected an optimizer that updates from gradients, parameters, the loss (its "
@@ -156,13 +156,13 @@ def _with_hyperparams(opt_state: Tree, extra: dict[str, jax.Array]) -> Tree:
     def is_injected(node: Any) -> bool:
         return isinstance(getattr(node, "hyperparams", None), dict)
 
-    def tell(node: Any) -> Any:
+    def replace_in(node: Any) -> Any:
         if not is_injected(node):
             return node
-        told = {n: extra[n].astype(v.dtype) for n, v in node.hyperparams.items() if n in extra}
-        return node._replace(hyperparams=node.hyperparams | told)
+        replaced = {n: extra[n].astype(v.dtype) for n, v in node.hyperparams.items() if n in extra}
+        return node._replace(hyperparams=node.hyperparams | replaced)
 
-    return jax.tree.map(tell, opt_state, is_leaf=is_injected)
+    return jax.tree.map(replace_in, opt_state, is_leaf=is_injected)
 
 
 def _check_read(update: Callable[[Any], Any], extra: dict[str, jax.Array]) -> None:

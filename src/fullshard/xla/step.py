@@ -226,15 +226,9 @@ class Step:
         loss = jax.ShapeDtypeStruct((), _wide(self.plan, jnp.zeros(())))
         before = state.params, state.opt_state
         update = self._update.trace(grads, before, loss, _arrays(extra))
-        local = is_local(update.jaxpr.jaxpr)
-        added = (
-            {}
-            if local
-            else census(
-                update.lower().compile(compiler_options),
-                num_trips=1,  # of a loop until something has converged
-            )
-        )
+        added = dict[str, Collectives]()
+        if not is_local(update.jaxpr.jaxpr):  # one trip of a loop until something has converged
+            added = census(update.lower().compile(compiler_options), num_trips=1)
         traced = self._traced(state, batch, _arrays(extra), self._given, rng, added=added)
         return traced.lower().compile(compiler_options)
 

@@ -13,7 +13,7 @@ from fullshard.config.schema import DistillConfig, ModelConfig
 from fullshard.data.tokenize import train_tokenizer
 from fullshard.errors import ConfigError
 from fullshard.models.student import (
-    Kept,
+    KeptParts,
     choose,
     counting,
     kept_layers,
@@ -52,7 +52,7 @@ def experts_of(model, layer):
 def test_keeping_everything_is_the_teacher(name, tmp_path):
     model = build(name)
     model.save_pretrained(tmp_path / "teacher")
-    kept = Kept((0, 1, 2, 3), {}, {})
+    kept = KeptParts((0, 1, 2, 3), {}, {})
     write_student(tmp_path / "teacher", tmp_path / "student", CONFIGS[name], kept)
     copy = AutoModelForCausalLM.from_pretrained(tmp_path / "student").eval()
     ids = torch.arange(10)[None]
@@ -61,7 +61,7 @@ def test_keeping_everything_is_the_teacher(name, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of jax, where a test imported it
 def test_a_student_whose_writing_was_interrupted_is_written_again(tmp_path, monkeypatch):
-    model, config, kept = build("mixtral"), CONFIGS["mixtral"], Kept((0, 1, 2, 3), {}, {})
+    model, config, kept = build("mixtral"), CONFIGS["mixtral"], KeptParts((0, 1, 2, 3), {}, {})
     model.save_pretrained(tmp_path / "teacher")
     words = (tmp_path / "teacher", tmp_path / "student", config, kept)
     student = tmp_path / "student" / "config.json"

@@ -161,11 +161,11 @@ def write_facts(folder: Path, facts: DatasetFacts, teacher: str | None = None) -
         teacher: Sample of the teacher's files; None: its weights are random.
     """
     checksum = TopK.load(folder, "r+").checksum()
-    told = {"schema_version": SCHEMA_VERSION, **_told(facts), CHECKSUM: checksum, TEACHER: teacher}
+    table = {"schema_version": SCHEMA_VERSION, **_told(facts), CHECKSUM: checksum, TEACHER: teacher}
     (folder / FACTS).unlink(missing_ok=True)  # those of an older cache here
     for name in ARRAYS:
         (folder / NEW / name).replace(folder / name)
-    write_text(folder / FACTS, json.dumps(told, indent=2) + "\n")
+    write_text(folder / FACTS, json.dumps(table, indent=2) + "\n")
     remove_tree(folder / NEW)
 
 
@@ -210,7 +210,7 @@ def _readable(folder: Path) -> AbstractContextManager[None]:
 
 def _told(facts: DatasetFacts) -> dict[str, Any]:
     names = "sequence_length num_train_sequences num_train_tokens vocab_size separator fingerprint"
-    return {name: told for name in names.split() if (told := getattr(facts, name)) != ""}
+    return {name: value for name in names.split() if (value := getattr(facts, name)) != ""}
 
 
 def with_logits(batch: Batch, kept: TopK) -> Batch:

@@ -8,7 +8,6 @@ loss.py).
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -24,7 +23,6 @@ import fullshard as fs
 from fullshard.config.schema import DistillConfig, ModelConfig, RunConfig, ShardConfig
 from fullshard.config.sharding import Offload
 from fullshard.config.values import DistillLoss, DType, HomeKind
-from fullshard.data.arrays import sample_of
 from fullshard.data.chat import is_chat
 from fullshard.data.dataset import DatasetFacts
 from fullshard.data.order import evaluation_samples
@@ -36,7 +34,7 @@ from fullshard.engine.initial import has_weights_of
 from fullshard.errors import ConfigError
 from fullshard.launch.run_lock import RunLock
 from fullshard.models.build import build_sharded, given_model_config, sharding_for
-from fullshard.models.config import build_model, config_from_folder
+from fullshard.models.config import build_model, config_from_folder, sample_of_model
 from fullshard.models.student import STUDENT, choose, counting, is_cut, write_student
 from fullshard.outlook.memory import TEACHER
 from fullshard.planner.memory import MemoryRow
@@ -223,15 +221,8 @@ def _write_logits(config: RunConfig, data: RowBatches, seat: Seat, folder: Path)
     kept.flush()
     team.exchange([0.0])
     if seat.is_first:
-        write_facts(folder, facts, _teacher_of(config))
+        write_facts(folder, facts, sample_of_model(config.teacher))
         logger.info("the teacher's logits are in %s: distill.cache=%s", folder, folder)
-
-
-def _teacher_of(config: RunConfig) -> str | None:
-    """A sample of the teacher's files; None if none are named or there."""
-    place = Path((config.teacher and config.teacher.name_or_path) or os.devnull)
-    files = [*place.glob("*.safetensors"), *place.glob("config.json")]
-    return sample_of(files) if files else None
 
 
 def cache_folder(config: RunConfig) -> Path:
@@ -251,7 +242,7 @@ def _check_data(config: RunConfig, facts: DatasetFacts) -> None:
     """Checks that cached logits belong to this data."""
     settings = settings_of(config)
     if cache := settings.cache:
-        check_facts(Path(cache), facts, _teacher_of(config))
+        check_facts(Path(cache), facts, sample_of_model(config.teacher))
         kept = TopK.load(Path(cache)).values.shape[1]
         logger.info("the teacher's %d largest logits of each token come from %s", kept, cache)
         for key in ("teacher_dtype", "teacher_strategy"):  # `distill cache` has used them
@@ -288,18 +279,18 @@ KINDS = {"distill": _DISTILL, "distill-cache": _CACHE}
 
 
 @dataclass(frozen=True)
-class Taught:
+class PlannedTeacher:
     """The teacher of a planned run.
 
     Attributes:
         config: Configuration of the run.
-        teacher: The teacher on meta with its head installed; None if a cache replaces it.
+        model: The teacher on meta with its head installed; None if a cache replaces it.
         local_world_size: Ranks per host.
         resolved: Fills in open values of a sharding, for the planned machine.
     """
 
     config: RunConfig
-    teacher: nn.Module | None
+    model: nn.Module | None
     local_world_size: int | None
     resolved: Callable[[ShardConfig], ShardConfig]
 
@@ -310,18 +301,17 @@ class Taught:
         local_world_size: int | None,
         *,
         on_gpu: bool,
-        resolved: Callable[[ShardConfig], ShardConfig] = lambda sharding: sharding,
-    ) -> Taught | None:
+        resolved: Callable[[ShardConfig], ShardConfig],
+    ) -> PlannedTeacher | None:
         """The teacher of a run; None for a run without one."""
-        settings = settings_of(config)
-        if config.teacher is None or settings.cache is not None:
-            if settings.cache is None:
+        settings, model = settings_of(config), None
+        if settings.cache is None:
+            if config.teacher is None:
                 return None
-            return cls(config, None, local_world_size, resolved)
-        dtype = teacher_dtype(settings, on_gpu=on_gpu)
-        model = build_on_meta(config_from_folder(config.teacher, "teacher"), dtype).eval()
-        model.requires_grad_(requires_grad=False)
-        Head(model)
+            dtype = teacher_dtype(settings, on_gpu=on_gpu)
+            model = build_on_meta(config_from_folder(config.teacher, "teacher"), dtype).eval()
+            model.requires_grad_(requires_grad=False)
+            Head(model)
         return cls(config, model, local_world_size, resolved)
 
     @property
@@ -331,20 +321,20 @@ class Taught:
     @property
     def beside(self) -> tuple[nn.Module, ...]:
         """One rank's parts of the models that run in the student's step."""
-        if self.teacher is None:
+        if self.model is None:
             return ()
-        return (one_place(self.teacher, sharding_for(self.config, self.teacher)).model,)
+        return (one_place(self.model, sharding_for(self.config, self.model)).model,)
 
     def rows(self, plan: Plan, sharding: ShardConfig) -> tuple[MemoryRow, ...]:
         """Memory of the teacher next to a student with this plan and sharding."""
-        if self.teacher is None:
+        if self.model is None:
             return ()
         config = self.config.model_copy(update={"sharding": sharding})
-        config = config.model_copy(update={"sharding": sharding_for(config, self.teacher)})
-        dtype = next(self.teacher.parameters()).dtype
+        config = config.model_copy(update={"sharding": sharding_for(config, self.model)})
+        dtype = next(self.model.parameters()).dtype
         own = teacher_sharding(config, self.settings, dtype, Path())
         found = fs.plan(
-            self.teacher,
+            self.model,
             self.resolved(own),
             world_size=plan.mesh.world_size,
             local_world_size=self.local_world_size,

@@ -49,7 +49,7 @@ class XlaTeaching:
         return distillation(self.student, self.teacher, self.settings)
 
     @property
-    def told(self) -> LossFn:
+    def eval_loss(self) -> LossFn:
         """The loss of an evaluation: the student's cross-entropy."""
         return next_token(self.student, self.settings.tokens_at_once)
 
