@@ -542,7 +542,7 @@ def _give_rows(optimizer: Optimizer, state: States) -> States:
     """Converts states to DTensors of rows. A collective if there are any."""
     if AS_SHARDS.get():
         return state
-    result: States = dict(state["state"])
+    result: dict[Any, Any] = dict(state["state"])
     engines: dict[_Shown, Engine | None] = {}
     cells: dict[str, rows.Cell] = {}
     values: dict[str, Any] = {}
