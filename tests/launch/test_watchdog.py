@@ -68,8 +68,7 @@ def test_garbage_in_the_side_store_does_not_end_the_watch(run):
 
 
 def test_a_killed_rank_is_named_at_once_and_all_are_placed(run):
-    with forked.launching():
-        result, err, report = run("kill")
+    result, err, report = run("kill")
     assert (result.exit_code, result.failure.rank) == (5, 1)
     assert "HangError: rank 1: expected to reach its end, but it was killed by SIGKILL" in err
     assert "Last known position of the ranks:\nrank 0: " in err
