@@ -228,17 +228,18 @@ _LAST: WeakKeyDictionary[Any, tuple[Any, list[Any]]] = WeakKeyDictionary()
 _STEPS: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 
-def settle() -> None:
-    """Loads rows that were written. A collective."""
+def settle(is_used: bool) -> None:
+    """Loads rows that were written; `is_used`: by a forward or step. A collective."""
     for source, kept in list(_LAST.values()):
         if source() is not None:
             source().settle()
-        kept.clear()
+        if is_used:
+            kept.clear()
 
 
 def before_step(optimizer: Optimizer) -> None:
     """The same, before a step."""
-    settle()
+    settle(is_used=True)
     _STEPS[optimizer] = _STEPS.get(optimizer, 0) + 1
 
 

@@ -327,7 +327,7 @@ def build(root: nn.Module) -> Engine:
     given = ShardInputs(settings=settings, alone=alone, recut=shard_values)
     world, ring = Topology(1) if alone else ranks, EventRing()
     engine = replace_engines(root, lambda: shard_model(root, config, world, ring, given))
-    engine.on_change = _with_changes
+    engine.on_change = partial(_with_changes, is_forward=True)
     for wrapped in units.values():
         wrapped.engine_ref, wrapped.needs_plan, wrapped.memory = weakref.ref(engine), False, []
     for name, wrapped in units.items():
@@ -365,17 +365,17 @@ def _order_of(units: Mapping[str, Wrapped]) -> tuple[int, ...]:
     return orders.pop() if orders else ()
 
 
-before_use: list[Callable[[], None]] = []  # called before a forward, and where an engine is used
+before_use: list[Callable[[bool], None]] = []  # called where an engine is used: by a forward?
 
 
-def _with_changes(root: nn.Module) -> Engine | None:
+def _with_changes(root: nn.Module, *, is_forward: bool = False) -> Engine | None:
     """Applies changes since the last step; returns the new engine, if one was created."""
     wrapped, engine = record_of(root), getattr(root, ATTRIBUTE)
     if engine.unsharded or any(unit.swapped for unit in engine.units):
         return None  # inside a forward: modules contain compute parameters
     put_back_shards(engine)
     for call in before_use:
-        call()
+        call(is_forward)
     is_new = needs_new_plan(engine)
     if engine.norms.waits and (is_new or wrapped.needs_plan):
         with no_guard():
