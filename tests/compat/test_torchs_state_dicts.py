@@ -255,6 +255,7 @@ def changed_in_place(shard, _):
     step(model, optimizer)
     for value in state.values():
         value.mul_(0.5)
+        value.data.add_(0.1)
     yield model
     step(model, optimizer)
     state["net2.weight"].zero_()

@@ -84,6 +84,15 @@ class FollowingRows(DTensor):
         """Itself, which is not part of a graph: modules detach the tensors that they save."""
         return self
 
+    @property
+    def data(self) -> DTensor:
+        """Itself: a write into torch's `data` counts nowhere."""
+        return self
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self.copy_(value)
+
     def requires_grad_(self, *args: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """An independent copy: `load_state_dict(assign=True)` makes a parameter of it."""
         copy: Any = self.plain().clone()
