@@ -37,7 +37,13 @@ from fullshard.planner.arrays import ArrayPlan
 from fullshard.planner.mesh import row_of
 from fullshard.run.on_xla import state_of, torch_weights
 from fullshard.saving import SaveSettings
-from fullshard.verify.check import PreparedCheck, model_config_of, passes_of
+from fullshard.verify.check import (
+    PreparedCheck,
+    check_trains,
+    left_out,
+    model_config_of,
+    passes_of,
+)
 from fullshard.verify.compare import OPTIMIZER, WEIGHTS, Job, Pass
 from fullshard.verify.faults import Fault, Injection
 from fullshard.xla import opt_state, processes
@@ -70,7 +76,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
             f"--inject: expected {Fault.REPEATED_DATA} with backend: jax, got {fault}, which "
             f"exists only in torch's engine. Use {Fault.REPEATED_DATA}, or backend: torch."
         )
-    notes: list[str] = []
+    notes = list(left_out(config))
     full = model_config_of(config, fault, notes)
     DecoderConfig.of(full).check_axes(config.sharding, alone=config.teacher is None)
     world_size = _fit_devices(config, notes)
@@ -89,6 +95,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
         num_steps=NUM_STEPS,
         optimizer={**OPTIMIZER, "learning_rate": LEARNING_RATE},
     )
+    check_trains(model, job.frozen)
     table = replace(table, model_kind=type(model).__name__)
     program = (f"{__name__}:play", 1)
     return PreparedCheck(job, model, small.config, table, small.changes, tuple(notes), program)
