@@ -172,7 +172,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
         model_arguments=model_arguments(small.config),
         device="cuda" if torch.cuda.device_count() >= world_size else "cpu",
         fault=fault,
-        loss_chunk_size=None if whole_logits(model, config) else _chunk_size(config),
+        loss_chunk_size=None if whole_logits(model, config) else chunk_size(config),
     )
     plan = fs.plan(model, job.passes[0].sharding, world_size=world_size)
     _check_fault(fault, plan, model)
@@ -180,7 +180,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
     return PreparedCheck(job, model, small.config, plan, small.changes, tuple(notes), program)
 
 
-def _chunk_size(config: RunConfig) -> int:
+def chunk_size(config: RunConfig) -> int:
     """Tokens per chunk of the loss, few enough for several chunks of a batch."""
     return min(config.training.loss_chunk_size, NUM_TOKENS // 2)
 

@@ -40,6 +40,7 @@ from fullshard.saving import SaveSettings
 from fullshard.verify.check import (
     PreparedCheck,
     check_trains,
+    chunk_size,
     left_out,
     model_config_of,
     passes_of,
@@ -47,7 +48,8 @@ from fullshard.verify.check import (
 from fullshard.verify.compare import OPTIMIZER, WEIGHTS, Job, Pass
 from fullshard.verify.faults import Fault, Injection
 from fullshard.xla import opt_state, processes
-from fullshard.xla.decoder import EMBEDDING, HEAD, DecoderConfig, loss_fn, plan_table, planned
+from fullshard.xla.decoder import EMBEDDING, HEAD, DecoderConfig, plan_table, planned
+from fullshard.xla.loss import Decoder, next_token
 from fullshard.xla.opt_state import trained
 from fullshard.xla.plan import XlaPlan, mesh_for
 from fullshard.xla.step import State, Step, train_step
@@ -94,6 +96,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
         fault=fault,
         num_steps=NUM_STEPS,
         optimizer={**OPTIMIZER, "learning_rate": LEARNING_RATE},
+        loss_chunk_size=chunk_size(config),
     )
     check_trains(model, job.frozen)
     table = replace(table, model_kind=type(model).__name__)
@@ -221,7 +224,7 @@ def run_pass(folder: Path, job: Job, choice: Pass) -> None:
     tx = _optimizer(placed, job)
     step = train_step(
         placed,
-        loss_fn(decoder, placed),
+        next_token(Decoder(decoder, placed), job.loss_chunk_size or 0),
         seeing(tx),
         max_grad_norm=job.max_grad_norm,
         num_micro_batches=job.num_micro_batches,
