@@ -315,6 +315,36 @@ def test_an_import_of_several_formats_says_which_it_leaves(fullshard, tmp_path):
     assert done.json["left_out"] == ["pytorch_model_fsdp.bin, of another format"]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_of_the_layout_of_torchs_tutorial_the_optimizers_states_are_found(fullshard, tmp_path):
+    moments = {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2), "step": torch.tensor(3.0)}
+    groups = [{"params": ["w"], "lr": 0.1, "decoupled_weight_decay": True}]
+    app = {
+        "model": {"w": torch.zeros(2)},
+        "optim": {"state": {"w": moments}, "param_groups": groups},
+    }
+    dcp.save({"app": app, "epoch": 3}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    done = fullshard("ckpt", "import", tmp_path / "dcp", tmp_path / "new", "--json")
+    assert (done.json["num_tensors"], done.json["optimizer"]) == (1, "AdamW")
+    assert done.json["left_out"] == ["epoch, beside the model"]
+    assert (
+        fullshard("ckpt", "inspect", tmp_path / "new", "--json").json["tensors"][0]["name"] == "w"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", ["dcp", "file"])
+def test_what_stands_beside_an_imported_model_is_named(fullshard, tmp_path, kind):
+    state = {"model": {"w": torch.ones(2)}, "ema": {"w": torch.zeros(2)}, "step": 7}
+    if kind == "dcp":
+        dcp.save(state, checkpoint_id=tmp_path / kind, no_dist=True)
+    else:
+        torch.save(state, tmp_path / kind)
+    done = fullshard("ckpt", "import", tmp_path / kind, tmp_path / "new", "--dry-run", "--json")
+    assert done.json["num_tensors"] == 1
+    assert sorted(done.json["left_out"]) == ["ema, beside the model", "step, beside the model"]
+
+
 def test_of_a_trainers_checkpoint_the_step_is_read_and_the_rest_is_named(fullshard, tmp_path):
     torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
     for name in ("optimizer.pt", "rng_state_0.pth"):
@@ -333,7 +363,11 @@ def test_of_a_trainers_checkpoint_the_step_is_read_and_the_rest_is_named(fullsha
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [({"hidden_size": 64}, "in the files"), ({"num_hidden_layers": 5}, "is not in the files")],
+    [
+        ({"hidden_size": 64}, "in the files"),
+        ({"num_hidden_layers": 5}, "is not in the files"),
+        ({"num_hidden_layers": 1}, "as it is: it lacks model.layers.1"),
+    ],
 )
 def test_an_import_says_that_its_configuration_is_of_another_model(
     fullshard, tmp_path, change, said
@@ -344,5 +378,5 @@ def test_an_import_says_that_its_configuration_is_of_another_model(
     (tmp_path / "other" / "config.json").write_text(json.dumps({**config, **change}))
     words = ("ckpt", "import", tmp_path / "theirs", tmp_path / "ours", "--config")
     done = fullshard(*words, tmp_path / "other", "--dry-run", code=0)
-    assert "left out: a model of config.json as it is: model." in done.out
+    assert "left out: a model of config.json as it is: " in done.out
     assert said in done.out

@@ -87,6 +87,8 @@ def test_dry_run_shows_what_would_be_compared_and_runs_nothing(fullshard, config
             "--inject: expected a sharded strategy for stale_slot, got 'no_shard'",
         ),
         (["--dryrun"], "Did you mean '--dry-run'?"),
+        (["sharding.ignore=['*']"], "verify: expected a parameter that is trained here; got none"),
+        (["backend=jax", "freeze=['*']"], "verify: expected a parameter that is trained here"),
         (["freeze=[decoder.*]"], "freeze: expected globs of parameter names, got 'decoder.*'"),
         (["sharding.wrap=[LlamaDecoderLayer]"], "LlamaDecoderLayer"),
         (["sharding.transport=fake"], "sharding.transport: expected a real transport, got 'fake'"),
@@ -155,6 +157,13 @@ def test_frozen_and_ignored_parameters_are_not_trained(config):
     assert prepared.notes == (
         "Ignored parameters are frozen, because nothing reduces their gradients.",
     )
+
+
+def test_settings_of_a_run_that_the_check_leaves_out_are_named():
+    words = ("training.optim=sgd", "training.ema_decay=0.9", "training.loss_chunk_size=0")
+    prepared = verify.prepare(load_config(None, [MODEL, *words]).config, None)
+    assert prepared.notes[0].startswith("Not checked: training.optim, training.ema_decay.")
+    assert prepared.job.loss_chunk_size is None
 
 
 def test_units_are_chosen_as_at_full_width():

@@ -14,6 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from fullshard.config.load import load_config
+from fullshard.recipes import base, head
 from fullshard.verify import check as verify
 from fullshard.verify.faults import Fault
 from fullshard.verify.rank import run_passes
@@ -93,6 +94,20 @@ def test_fault_is_seen_and_named(ranks, checks, fault, model):
     verdict = verdict_of(ranks, folder, prepared, fault)
     assert verdict.diagnosis is not None
     assert verdict.diagnosis.kind == fault, verdict.diagnosis.says
+
+
+def on_a_rank_whose_head_is_wrong(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head, "cross_entropy", lambda *of: 1.5 * base.cross_entropy(*of))
+        run_passes(Path(folder))
+
+
+def test_fault_in_the_loss_that_runs_compute_in_chunks_is_found(ranks, checks):
+    folder, prepared = checks["gpt_neox", False]
+    assert prepared.job.loss_chunk_size == 6  # several chunks in a batch
+    ranks(2)(on_a_rank_whose_head_is_wrong, str(folder), timeout=100)
+    verdict = verify.judge(prepared.job, folder, time.perf_counter())
+    assert next(row.name for row in verdict.rows if not row.is_equal) == "loss"
 
 
 @pytest.fixture(scope="module")

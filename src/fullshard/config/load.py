@@ -472,11 +472,12 @@ def _judge(note: Note, index: Origins) -> Note:
 def _idle(config: RunConfig, origins: Mapping[str, Origin], job: str) -> Iterator[Note]:
     """Notes of the keys that were set, other than by a built-in job, and have no effect."""
     for key, why in idle(config):
-        origin = origins[key]
-        if origin.place and (not job or origin.file != job):
-            section, name = key.split(".")
+        origin = origins.get(key)  # model.config has only the keys that were written
+        if origin and origin.place and (not job or origin.file != job):
+            section, name = key.split(".", 1)
             part: Section = getattr(config, section)
-            is_asked = getattr(part, name) != part.__class__.model_fields[name].default
+            known = part.__class__.model_fields.get(name)
+            is_asked = known is None or getattr(part, name) != known.default
             yield Note(key, Status.LOST if is_asked else Status.NO_EFFECT, why, origin.place)
 
 

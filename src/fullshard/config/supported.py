@@ -174,6 +174,8 @@ def _dtypes(config: RunConfig) -> set[DType | None]:
 
 # Section, keys that have no effect, the key that decides so (".key": of this section), and when.
 IDLE: tuple[tuple[str, str, str, Callable[[Any], object]], ...] = (
+    ("model", "config.dtype config.torch_dtype", "sharding.master_dtype", lambda _: True),
+    ("model", "config.architectures", ".config.model_type", lambda _: True),
     ("sharding", _OF_UNITS, "backend", lambda c: c.backend is Backend.JAX),
     ("sharding", "forward_prefetch", ".strategy", lambda c: _has_strategy(c, Strategy.NO_SHARD)),
     ("sharding", "backward_prefetch", ".strategy", lambda c: _has_strategy(c, *_WHOLE_IN_BACKWARD)),

@@ -244,9 +244,11 @@ def _refuse_parts(record: Record, columns: Sequence[str]) -> None:
 # For tokenizers without a template. Its only special token is the end of a text. The space before
 # an answer belongs to the answer, because byte-level tokenizers join it with the word.
 PLAIN = """\
-{% if tools or messages | selectattr('tool_calls', 'defined') | selectattr('tool_calls') | list %}\
-{{ raise_exception('the built-in template has no form for tools') }}\
-{% endif %}\
+{% if tools %}{{ raise_exception('the built-in template has no form for tools') }}{% endif %}\
+{% for key in ('tool_calls', 'function_call', 'reasoning_content', 'reasoning', 'thinking')
+   if messages | selectattr(key, 'defined') | selectattr(key) | list %}\
+{{ raise_exception('the built-in template has no form for ' ~ key) }}\
+{% endfor %}\
 {% for message in messages %}\
 {% if message['role'] == 'assistant' %}\
 Answer:{% generation %} {{ message['content'] }}{{ eos_token }}{% endgeneration %}

@@ -54,15 +54,25 @@ def open_dcp(folder: Path) -> Source:
         CheckpointError: The folder is damaged, or contains no model.
     """
     values = _Folder(folder).values()
-    model = {path: value for path, value in values.items() if path[0] not in _OPTIMIZERS}
-    while len({path[0] for path in model}) == 1 and next(iter(model))[0] in WRAPPERS:
-        model = {path[1:]: value for path, value in model.items()}
+    model = {path: value for path, value in values.items() if not _in_optimizer(path)}
+    left: list[str] = []
+    while pairs := {path[:2] for path in model if len(path) > 1}:
+        heads = {head for head, _ in pairs}
+        of_model = next((head for head in WRAPPERS if head in heads), None)
+        if of_model is None and len(heads) == 1 and {key for _, key in pairs} & {*WRAPPERS}:
+            of_model = heads.pop()
+        if of_model is None:
+            break
+        beside = dict.fromkeys(path[0] for path in model if path[0] != of_model)
+        left += [f"{name}, beside the model" for name in beside]
+        model = {path[1:]: value for path, value in model.items() if path[0] == of_model}
     named = {".".join(map(str, path)): value for path, value in model.items()}
     tensors = {name: value for name, value in named.items() if isinstance(value, Entry)}
     if not tensors:
         raise CheckpointError(f"'{folder}': expected a model's tensors; got none. Pass its folder.")
-    left = [f"{name}, which is no tensor" for name in named if name not in tensors]
-    states = {path[1:]: value for path, value in values.items() if path[0] in _OPTIMIZERS}
+    left += [f"{name}, which is no tensor" for name in named if name not in tensors]
+    at = ((path, _in_optimizer(path)) for path in values)
+    states = {path[begin:]: values[path] for path, begin in at if begin}
     optimizer = _optimizer(states, tensors)
     if states and optimizer is None:
         left.append("the optimizer's states")
@@ -95,7 +105,7 @@ class _Folder:
             path = tuple(paths.get(name) or (name,))
             if type(facts).__name__ == "TensorStorageMetadata":
                 found[path] = self._entry(name, attributes_of(facts))
-            elif path[0] in _OPTIMIZERS:
+            elif _in_optimizer(path):
                 found[path] = self._read(_place(name, None))
             else:
                 found[path] = None
@@ -122,6 +132,11 @@ class _Folder:
             file.seek(natural(where["offset"]))
             data = io.BytesIO(file.read(natural(where["length"])))
         return read_pickle(data, f"{path} ({place[0]})")
+
+
+def _in_optimizer(path: tuple[Any, ...]) -> int:
+    """Where the path within an optimizer's states begins, which may be wrapped once; else 0."""
+    return next((at for at, key in enumerate(path[:2], 1) if key in _OPTIMIZERS), 0)
 
 
 def _place(name: str, offset: Any) -> tuple[Any, ...]:

@@ -168,16 +168,22 @@ def with_model_names(source: Source, *others: Source) -> Source:
 
 
 def _compared(source: Source, shell: nn.Module) -> Source:
-    """The source; `left_out` has a line if it lacks a tensor of the model, or its shape."""
+    """The source; `left_out` says what of the model it lacks, and what the model lacks."""
     tied = {**source.tensors, **{n: source.tensors.get(one) for n, one in source.tied.items()}}
     first = {id(param): name for name, param in reversed(list(shell.named_parameters()))}
+    notes: list[str] = []
     for name, value in shell.named_parameters():
         entry, shape = tied.get(name) or tied.get(first[id(value)]), tuple(value.shape)
         if entry is None or entry.shape != shape:
             got = f"is {entry.shape} in the files" if entry else "is not in the files"
-            note = f"a model of {CONFIG} as it is: {name} of shape {shape} {got}"
-            return replace(source, left_out=(*source.left_out, note))
-    return source
+            notes = [f"a model of {CONFIG} as it is: {name} of shape {shape} {got}"]
+            break
+    of_model = {name for name, _ in shell.named_parameters(remove_duplicate=False)}
+    of_model |= {name for name, _ in shell.named_buffers(remove_duplicate=False)}
+    if more := [name for name in source.tensors if name not in of_model]:
+        stays = f" and {len(more) - 1} others, which stay" if len(more) > 1 else ", which stays"
+        notes.append(f"a model of {CONFIG} as it is: it lacks {more[0]}{stays}")
+    return replace(source, left_out=(*source.left_out, *notes))
 
 
 def by_file_names(shell: nn.Module, entries: Mapping[str, Entry]) -> dict[str, Entry]:

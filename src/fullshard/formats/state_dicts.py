@@ -28,7 +28,8 @@ def open_pickled(files: Sequence[Path], what: str) -> Source:
     first: dict[Any, str] = {}
     left: list[str] = []
     for file in files:
-        state = _unwrapped(read_pickle(file, str(file)))
+        state, beside = _unwrapped(read_pickle(file, str(file)))
+        left += [f"{name}, beside the model" for name in beside]
         check_once({*tensors, *tied}, state, file)
         for name, value in state.items():
             if not isinstance(value, torch.Tensor):
@@ -135,14 +136,17 @@ def _kind_of(states: States, groups: Sequence[Mapping[str, Any]]) -> str | None:
     return "SGD" if names == {"momentum_buffer"} else None
 
 
-def _unwrapped(state: Any) -> Mapping[str, Any]:
-    """Unwraps the dict that contains the tensors."""
+def _unwrapped(state: Any) -> tuple[Mapping[str, Any], list[str]]:
+    """Unwraps the dict that contains the tensors; also returns the keys beside it."""
+    beside: list[str] = []
     for _ in WRAPPERS:  # a pickle can contain itself
-        inner = next((state[w] for w in WRAPPERS if isinstance(state.get(w), Mapping)), None)
+        names = WRAPPERS if len(state) > 1 else tuple(state)
+        inner = next((name for name in names if isinstance(state.get(name), Mapping)), None)
         if inner is None:
             break
-        state = inner
-    return state
+        beside += [str(name) for name in state if name != inner]
+        state = state[inner]
+    return state, beside
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ import math
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from torch import nn
 import fullshard as fs
 from fullshard.config.schema import RunConfig, ShardConfig
 from fullshard.config.supported import check_supported
-from fullshard.config.values import DType, TransportKind, WrapKind
+from fullshard.config.values import DType, Optimizer, TransportKind, WrapKind
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.errors import ConfigError, FullshardError
 from fullshard.launch.local_call import call_on_ranks
@@ -49,6 +50,7 @@ from fullshard.planner.plan import Plan
 from fullshard.planner.spec import matches
 from fullshard.planner.text import axes_of
 from fullshard.recipes.context import check_context
+from fullshard.recipes.head import whole_logits
 from fullshard.verify.compare import (
     EXACT,
     LOW,
@@ -74,6 +76,7 @@ if TYPE_CHECKING:
 REFERENCE = Path(__file__).with_name("reference.py")
 MOST_RANKS = 4
 TIMEOUT_S = 600.0
+_ADAMW = (Optimizer.ADAMW_TORCH, Optimizer.ADAMW_TORCH_FUSED)
 AXES = ("context", "expert", "tensor")
 DTYPE_KEYS = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "fp32_modules")
 
@@ -146,7 +149,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
     if config.sharding.transport is TransportKind.FAKE:
         raise ConfigError("transport: expected a real transport, got 'fake', which moves no data.")
     check_supported(config.sharding.without("context"))  # the rest of it does not matter here
-    notes: list[str] = []
+    notes = list(left_out(config))
     model_config = model_config_of(config, fault, notes)
     if config.sharding.context > 1:
         check_context(build_on_meta(model_config), config.sharding)
@@ -168,11 +171,40 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
         model_arguments=model_arguments(small.config),
         device="cuda" if torch.cuda.device_count() >= world_size else "cpu",
         fault=fault,
+        loss_chunk_size=None if whole_logits(model, config) else chunk_size(config),
     )
     plan = fs.plan(model, job.passes[0].sharding, world_size=world_size)
     _check_fault(fault, plan, model)
     program = ("fullshard.verify.rank:run_passes", world_size)
     return PreparedCheck(job, model, small.config, plan, small.changes, tuple(notes), program)
+
+
+def chunk_size(config: RunConfig) -> int:
+    """Tokens per chunk of the loss, few enough for several chunks of a batch."""
+    return min(config.training.loss_chunk_size, NUM_TOKENS // 2)
+
+
+def left_out(config: RunConfig) -> Iterator[str]:
+    """A note on the settings that change what a run trains, and not what the check trains."""
+    training = config.training
+    given = {
+        "lora": config.lora,
+        "sft": config.sft,
+        "teacher": config.teacher,
+        "training.optim": training.optim not in _ADAMW,
+        "training.ema_decay": training.ema_decay,
+    }
+    if names := ", ".join(name for name, value in given.items() if value):
+        yield f"Not checked: {names}. All weights are trained by AdamW on next tokens."
+
+
+def check_trains(model: nn.Module, frozen: Sequence[str]) -> None:
+    """Raises ConfigError if no parameter is trained, so that no gradient could be compared."""
+    if not {name for name, _ in model.named_parameters()} - {*frozen}:
+        raise ConfigError(
+            "verify: expected a parameter that is trained here; got none, because freeze and "
+            "sharding.ignore leave all of them out. Leave fewer out."
+        )
 
 
 def model_config_of(config: RunConfig, fault: Fault | None, notes: list[str]) -> PretrainedConfig:
@@ -258,9 +290,11 @@ def _freeze(
     for name, param in model.named_parameters():
         if matches(name, ignored):
             param.requires_grad_(False)
-    if ignored:
+    if any(matches(name, ignored) for name in names):
         notes.append("Ignored parameters are frozen, because nothing reduces their gradients.")
-    return tuple(name for name, param in model.named_parameters() if not param.requires_grad)
+    frozen = tuple(name for name, param in model.named_parameters() if not param.requires_grad)
+    check_trains(model, frozen)
+    return frozen
 
 
 def passes_of(sharding: dict[str, Any], exact: float) -> tuple[Pass, ...]:

@@ -107,6 +107,7 @@ class CheckJob:
     num_steps: int = NUM_STEPS
     max_grad_norm: float = MAX_GRAD_NORM
     optimizer: dict[str, float] = dataclasses.field(default_factory=lambda: dict(OPTIMIZER))
+    loss_chunk_size: int | None = None  # None: the loss of all tokens at once
 
     def seat(self, rank: int, device: str = "cpu") -> Seat:
         """A rank's place on the axes, which are those of every pass."""

@@ -30,8 +30,9 @@ from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import CheckpointError, DivergedError, EngineError
 from fullshard.models.config import quiet_libraries
 from fullshard.observe.metrics import AnyRow, StepRow
-from fullshard.recipes.base import Batch, RankTeam, num_predicted, whole_logits_loss
+from fullshard.recipes.base import Batch, Objective, RankTeam, num_predicted, whole_logits_loss
 from fullshard.recipes.context import divide, part_of
+from fullshard.recipes.head import Head, next_token
 from fullshard.run.loop import Loop, LoopSettings, Watcher
 from fullshard.run.on_torch import TorchTrainee
 from fullshard.run.optim import Schedule
@@ -124,7 +125,7 @@ class _Batches:
         return ()
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
-        total, count = whole_logits_loss(model, batch)
+        total, count = self._training.objective(model, batch)
         self._training.record.facts["losses"][-1].append(float(total.detach()))
         return total, count
 
@@ -137,6 +138,7 @@ class _Training:
         self.seat = job.seat(rank, f"cuda:{rank}" if job.device == "cuda" else "cpu")
         self.batches = load_file(folder / "batches.safetensors")
         self.record = RankResults()
+        self.objective: Objective = whole_logits_loss
 
     def build(self, injection: Injection, weights: Path | None) -> tuple[nn.Module, Optimizer]:
         """The sharded model, with random weights if none are given, and its optimizer."""
@@ -156,6 +158,8 @@ class _Training:
         device = self.seat.device
         sharding = injection.sharding(ShardConfig.of(self.choice.sharding), device)
         divide(model, self.seat)
+        if job.loss_chunk_size is not None:
+            self.objective = next_token(Head(model), job.loss_chunk_size)
         fs.shard(model.to(device).train(), sharding.without("context"), poison=True)
         injection.attach(model)
         optimizer = torch.optim.AdamW(

@@ -37,11 +37,19 @@ from fullshard.planner.arrays import ArrayPlan
 from fullshard.planner.mesh import row_of
 from fullshard.run.on_xla import state_of, torch_weights
 from fullshard.saving import SaveSettings
-from fullshard.verify.check import PreparedCheck, model_config_of, passes_of
+from fullshard.verify.check import (
+    PreparedCheck,
+    check_trains,
+    chunk_size,
+    left_out,
+    model_config_of,
+    passes_of,
+)
 from fullshard.verify.compare import OPTIMIZER, WEIGHTS, CheckJob, Pass
 from fullshard.verify.faults import Fault, Injection
 from fullshard.xla import opt_state, processes
-from fullshard.xla.decoder import EMBEDDING, HEAD, DecoderConfig, loss_fn, plan_table, planned
+from fullshard.xla.decoder import EMBEDDING, HEAD, DecoderConfig, plan_table, planned
+from fullshard.xla.loss import Decoder, next_token
 from fullshard.xla.opt_state import trained
 from fullshard.xla.plan import XlaPlan, mesh_for
 from fullshard.xla.step import State, Step, train_step
@@ -69,7 +77,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
             f"--inject: expected {Fault.REPEATED_DATA} with backend: jax, got {fault}, which "
             f"exists only in torch's engine. Use {Fault.REPEATED_DATA}, or backend: torch."
         )
-    notes: list[str] = []
+    notes = list(left_out(config))
     full = model_config_of(config, fault, notes)
     DecoderConfig.of(full).check_axes(config.sharding, alone=config.teacher is None)
     world_size = _fit_devices(config, notes)
@@ -87,7 +95,9 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
         fault=fault,
         num_steps=NUM_STEPS,
         optimizer={**OPTIMIZER, "learning_rate": LEARNING_RATE},
+        loss_chunk_size=chunk_size(config),
     )
+    check_trains(model, job.frozen)
     table = replace(table, model_kind=type(model).__name__)
     program = (f"{__name__}:play", 1)
     return PreparedCheck(job, model, small.config, table, small.changes, tuple(notes), program)
@@ -213,7 +223,7 @@ def run_pass(folder: Path, job: CheckJob, choice: Pass) -> None:
     tx = _optimizer(placed, job)
     step = train_step(
         placed,
-        loss_fn(decoder, placed),
+        next_token(Decoder(decoder, placed), job.loss_chunk_size or 0),
         seeing(tx),
         max_grad_norm=job.max_grad_norm,
         num_micro_batches=job.num_micro_batches,

@@ -179,10 +179,14 @@ def test_a_recipe_takes_its_own_sections_and_what_happens_anyway(configured):
         ("sharding.fp32_modules=norm sharding.param_dtype=bf16", ""),
         ("sharding.grad_sync=last_micro_batch training.gradient_accumulation_steps=2", ""),
         ("sharding.wrap=size sharding.wrap_min_params=9", ""),
+        ("model.config.torch_dtype=float16", "model.config.torch_dtype"),
+        ("model.config.architectures=[GPT2LMHeadModel]", "model.config.architectures"),
+        ("model.config.vocab_size=9", ""),
     ],
 )
 def test_a_key_without_effect_beside_others_has_a_note(given, idle):
-    (note,) = load_config(None, ["model=MODEL", *given.split()]).notes or [None]
+    model = "model.config.model_type=llama" if "model." in given else "model=MODEL"
+    (note,) = load_config(None, [model, *given.split()]).notes or [None]
     assert (note.key if note else "") == idle
     assert not note or (note.status, note.place) == ("lost", "command line")
 

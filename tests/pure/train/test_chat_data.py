@@ -198,15 +198,19 @@ def test_answers_alone_are_learned_with_marks_and_without(tokenizer):
         learned_text(turns, plain)  # otherwise the question would be learned
 
 
-def test_tools_reach_the_template_and_the_built_in_one_refuses_them(tokenizer, tmp_path):
+def test_tools_and_reasoning_reach_the_template_and_the_built_in_one_refuses_them(
+    tokenizer, tmp_path
+):
     path, call = tmp_path / "chat.jsonl", {"function": {"name": "f", "arguments": {}}}
     turns = {"messages": [*CHAT[:1], {**CHAT[1], "tool_calls": [call]}]}
     rows = [turns, {"messages": CHAT[:2], "tools": [{"name": "f"}]}]
     rows.append({"messages": CHAT[:2], "tools": '[{"name": "g"}]'})
+    for key in ("reasoning_content", "function_call"):
+        rows.append({"messages": [*CHAT[:1], {**CHAT[1], key: "hmm"}]})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = examples(path)
     for example in found:
-        with pytest.raises(DataError, match="the built-in template has no form for tools"):
+        with pytest.raises(DataError, match="the built-in template has no form for"):
             learned_text(example, tokenizer)
     own = train_tokenizer(["two and two is four"], 300)
     own.chat_template = "{{ tools[0].name }}: " + UNMARKED
