@@ -56,6 +56,7 @@ _ROLES = {"human": "user", "gpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTAN
 _ROLES |= {"observation": "tool", "function_response": "tool", "ipython": "tool"}
 _PAIRS = (("instruction", "output"), ("question", "answer"), ("query", "response"))
 _PAIRS += (("prompt", "response"),)
+_TEXTS = {"completion", *(column for pair in _PAIRS for column in pair)}
 _SYSTEM = ("system", "system_prompt")  # columns of the first message
 _WITH_INPUT = ("instruction", "query")  # columns that a column `input` continues
 _PARTS = ("context", "history")  # columns of other parts of a prompt, which no format here has
@@ -127,6 +128,13 @@ def _reader(value: Mapping[str, Any]) -> Any:
 def _turns(record: Record, column: str) -> Example:
     messages, system = _messages(record, column), _system(record)
     _check_weights(messages, record, column)
+    texts = {str(message["content"]).strip() for message in messages}
+    for other, text in record.value.items():
+        if other in _TEXTS and isinstance(text, str) and text.strip() not in {"", *texts}:
+            raise DataError(
+                f"data.path: expected one conversation at {record}, got '{column}' and a text in "
+                f"'{other}' that is in none of its messages. Keep one of them."
+            )
     if messages[0]["role"] != "system":
         messages = (*system, *messages)
     elif system and system[0]["content"] != messages[0]["content"]:

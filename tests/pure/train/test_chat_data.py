@@ -162,6 +162,7 @@ def test_parquet_and_datasets_folders_are_read_as_jsonl_is(tmp_path):
         ('{"instruction": "add", "input": [1], "output": "a"}', "column 'input', got list at "),
         ('{"messages": [{"role": "user", "content": "a"}], "system": 1}', "'system', got int at "),
         ('{"question": "q", "context": "c", "answer": "a"}', "got a part in 'context' at "),
+        ('{"messages": [{"role": "user", "content": "a"}], "prompt": "b"}', "text in 'prompt'"),
         ('{"query": "q", "history": [["a", "b"]], "response": "a"}', "got a part in 'history' at "),
         ('{"prompt": "q", "system": "s", "completion": "a"}', "got a part in 'system' at "),
         ('{"question": "q", "input": "i", "answer": "a"}', "got a part in 'input' at "),
