@@ -263,6 +263,19 @@ def changed_in_place(shard, _):
     yield model
 
 
+def written_on_one_rank(shard, _):
+    """Two state dicts are written, the second one by one rank; a copy of the first is loaded."""
+    model, optimizer = start(shard)
+    state, part = model.state_dict(), model.net1.state_dict()
+    if dist.get_rank() == 0:
+        part["weight"].to_local().fill_(0.5)
+    state["net2.weight"].mul_(2)
+    model.load_state_dict({"net2.weight": state["net2.weight"].clone()}, strict=False)
+    yield model
+    step(model, optimizer)
+    yield model
+
+
 @on_ranks(3)  # of net2's 9 rows and of net1's 16, each rank has others than in its shard
 def test_a_state_dict_that_is_written_is_the_weights_as_torchs_is(tmp_path):
     model, optimizer = start(fully_shard, seed=2)
@@ -270,7 +283,7 @@ def test_a_state_dict_that_is_written_is_the_weights_as_torchs_is(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save({"model": model}, checkpoint_id=tmp_path)
-    for case in (read_and_dropped, resumed, changed_in_place):
+    for case in (read_and_dropped, resumed, changed_in_place, written_on_one_rank):
         ours, torchs = case(fully_shard, tmp_path), case(torchs_fully_shard, tmp_path)
         for one, other in zip(ours, torchs, strict=True):
             for (name, row), wanted in zip(

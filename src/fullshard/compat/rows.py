@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fullshard.compat.errors import MisuseError
-from fullshard.compat.wrapping import engine_for, record_of
+from fullshard.compat.wrapping import engine_for, everyones, record_of
 from fullshard.engine.engine import Engine
 from fullshard.engine.full_state import whole_params
 from fullshard.engine.optimizers import loaded_state
@@ -188,13 +188,17 @@ class _Source:
         known = self.count(), self.cells[name].shard._version
         return known, row._version + _LOCAL.__get__(row)._version
 
+    def is_written(self, name: str) -> bool:
+        """Whether rows were written and not loaded."""
+        return self._versions(name)[1] != self.seen[name][1]
+
     def _written(self) -> list[str]:
         """Rows that were written and not loaded.
 
         Raises:
             MisuseError: Their shards were written too.
         """
-        written = [n for n in list(self.rows) if self._versions(n)[1] != self.seen[n][1]]
+        written = [name for name in list(self.rows) if self.is_written(name)]
         for name in written:
             if self._versions(name)[0] != self.seen[name][0]:
                 raise MisuseError(
@@ -204,15 +208,14 @@ class _Source:
                 )
         return written
 
-    def settle(self) -> None:
-        """Loads the rows if some were written. A collective."""
-        if self.count() is not None and self._written():
-            values = {name: FollowingRows.plain(row) for name, row in self.rows.items()}
-            self.loaded(values)
-            with torch.no_grad():
-                for name, value in values.items():
-                    cell = self.cells[name]
-                    cell.shard.copy_(loaded_state(cell.param, value.full_tensor()))
+    def written_by_any(self, *, is_new: bool) -> list[str]:
+        """Rows to be loaded.
+
+        `is_new`: nothing was used since they were taken, so all ranks have them, and one alone may
+        have written; a collective.
+        """
+        own = [] if self.count() is None else self._written()
+        return sorted({n for names in everyones(own) for n in names}) if is_new else own
 
     def update(self, row: FollowingRows) -> None:
         """Reads all rows again if the shard of this one has changed."""
@@ -237,18 +240,28 @@ _LAST: WeakKeyDictionary[Any, tuple[Any, list[Any]]] = WeakKeyDictionary()
 _STEPS: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 
-def settle(is_used: bool) -> None:
-    """Loads rows that were written; `is_used`: by a forward or step. A collective."""
-    for source, kept in list(_LAST.values()):
-        if source() is not None:
-            source().settle()
-        if is_used:
-            kept.clear()
+def settle() -> None:
+    """Loads rows that were written. A collective."""
+    sources = [(source(), bool(kept)) for source, kept in list(_LAST.values())]
+    found = [(one, one.written_by_any(is_new=new)) for one, new in sources if one is not None]
+    values = [(one.cells[n], one.rows[n].plain()) for one, names in found for n in names]
+    for one, names in found:
+        one.loaded(names)
+    with torch.no_grad():
+        for cell, value in values:
+            cell.shard.copy_(loaded_state(cell.param, value.full_tensor()))
+
+
+def before_forward() -> None:
+    """The same, before the weights are used; rows that the script dropped may go."""
+    settle()
+    for _, kept in _LAST.values():
+        kept.clear()
 
 
 def before_step(optimizer: Optimizer) -> None:
     """The same, before a step."""
-    settle(is_used=True)
+    before_forward()
     _STEPS[optimizer] = _STEPS.get(optimizer, 0) + 1
 
 
@@ -299,11 +312,7 @@ def _follow(
     return values
 
 
-def unfollowed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict to load, of rows as they are before the first weight changes."""
-    rows = {key: value for key, value in state.items() if isinstance(value, FollowingRows)}
-    plain = {key: value.plain() for key, value in rows.items()}
-    for value in rows.values():
-        if value in _SOURCES:
-            _SOURCES[value].loaded([_SOURCES[value].name_of(value)])
-    return {**state, **plain}
+def unfollowed(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A state dict to load, of rows as they are before the first weight changes. A collective."""
+    settle()
+    return {key: v.plain() if isinstance(v, FollowingRows) else v for key, v in state.items()}

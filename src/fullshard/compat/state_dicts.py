@@ -27,9 +27,10 @@ from torch.optim import Optimizer
 from fullshard.compat import rows
 from fullshard.compat.errors import MisuseError, MisuseValueError
 from fullshard.compat.wrapping import (
-    before_use,
+    before_forward,
     cut,
     engine_for,
+    everyones,
     has_meta,
     ignored_ids,
     marked,
@@ -37,7 +38,6 @@ from fullshard.compat.wrapping import (
     outermost,
     own_rank,
     record_of,
-    topology,
 )
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.engine import Engine
@@ -48,7 +48,6 @@ from fullshard.engine.optimizers import WATCHED, loaded_state
 from fullshard.engine.owned import OwnedOptimizer
 from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.planner.layout import clean_name
-from fullshard.transport.groups import all_values, own_group
 
 
 @dataclass(frozen=True)
@@ -111,6 +110,7 @@ def state_dict(
     """
     if _busy or AS_SHARDS.get():
         return inner(*args, **kwargs)
+    rows.settle()
     engine = engine_for(module)
     with _outermost_call(), ExitStack() as shown:
 
@@ -366,12 +366,6 @@ def _agreed(names: list[str]) -> list[str]:
     return said[0]
 
 
-def everyones(value: Any) -> list[Any]:
-    """Returns the values of all ranks. A collective."""
-    world = topology().world_size
-    return all_values(value, own_group("all", [range(world)])) if world > 1 else [value]
-
-
 def _convert(value: Any, engine: Engine, wanted: Wanted) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
@@ -519,7 +513,7 @@ def show_rows(module: nn.Module, when: Callable[[], bool] = always) -> None:
     if _listen not in WATCHED.callbacks:
         WATCHED.callbacks.append(_listen)
         WATCHED.before_step.append(rows.before_step)
-        before_use.append(rows.settle)
+        before_forward.append(rows.before_forward)
     WATCHED.add(module)
 
 
@@ -542,6 +536,7 @@ def _give_rows(optimizer: Optimizer, state: States) -> States:
     """Converts states to DTensors of rows. A collective if there are any."""
     if AS_SHARDS.get():
         return state
+    rows.settle()
     result: dict[Any, Any] = dict(state["state"])
     engines: dict[_Shown, Engine | None] = {}
     cells: dict[str, rows.Cell] = {}
@@ -574,9 +569,10 @@ def _take_rows(optimizer: Optimizer, state: States) -> States:
     params = [param for _, param in _numbered(optimizer)]
     keys = [key for group in state["param_groups"] for key in group["params"]]  # numbers or names
     param_of = dict(zip(keys, params, strict=False))  # torch's load goes by position too
-    taken = dict(state["state"])
+    held = {(key, name): v for key, values in state["state"].items() for name, v in values.items()}
+    plain = rows.unfollowed(held)
+    taken = {key: {n: plain[key, n] for n in values} for key, values in state["state"].items()}
     for key, values in taken.items():
         if key in param_of:
-            own = rows.unfollowed(values)
-            taken[key] = {name: _part(param_of[key], _whole(v)) for name, v in own.items()}
+            taken[key] = {name: _part(param_of[key], _whole(v)) for name, v in values.items()}
     return {**state, "state": taken}

@@ -74,7 +74,13 @@ from fullshard.planner.mesh import Mesh, Topology, resolve_mesh, row_of
 from fullshard.planner.plan import Plan
 from fullshard.planner.units import UnitSettings, group_params
 from fullshard.transport.base import Transport, torch_dtype
-from fullshard.transport.groups import copy_from_first, make_transport, topology_of
+from fullshard.transport.groups import (
+    all_values,
+    copy_from_first,
+    make_transport,
+    own_group,
+    topology_of,
+)
 
 MARK = "_fullshard_unit"
 
@@ -136,6 +142,12 @@ class Wrapped:
 def topology(order: tuple[int, ...] = ()) -> Topology:
     """The ranks of the default process group, or one rank. `order`: see planner.mesh.Mesh."""
     return topology_of(dist.get_world_size() if dist.is_initialized() else 1, order)
+
+
+def everyones(value: Any) -> list[Any]:
+    """Returns the values of all ranks. A collective."""
+    world = topology().world_size
+    return all_values(value, own_group("all", [range(world)])) if world > 1 else [value]
 
 
 def mesh_sizes(argument: str, sizes: list[int]) -> dict[str, int]:
@@ -365,7 +377,7 @@ def _order_of(units: Mapping[str, Wrapped]) -> tuple[int, ...]:
     return orders.pop() if orders else ()
 
 
-before_use: list[Callable[[bool], None]] = []  # called where an engine is used: by a forward?
+before_forward: list[Callable[[], None]] = []  # called before an outermost forward
 
 
 def _with_changes(root: nn.Module, *, is_forward: bool = False) -> Engine | None:
@@ -374,8 +386,8 @@ def _with_changes(root: nn.Module, *, is_forward: bool = False) -> Engine | None
     if engine.unsharded or any(unit.swapped for unit in engine.units):
         return None  # inside a forward: modules contain compute parameters
     put_back_shards(engine)
-    for call in before_use:
-        call(is_forward)
+    for call in before_forward if is_forward else ():
+        call()
     is_new = needs_new_plan(engine)
     if engine.norms.waits and (is_new or wrapped.needs_plan):
         with no_guard():

@@ -52,6 +52,7 @@ from fullshard.compat.state_dicts import HoldsShards, Wanted
 from fullshard.compat.wrapping import (
     Wrapped,
     engine_for,
+    everyones,
     ignored_ids,
     mark,
     marked,
@@ -698,7 +699,7 @@ def _from_rank0(state: Any, group: Any = None) -> Any:
     """Broadcasts rank 0's value. A collective."""
     if options.is_alone(group):
         return state
-    return state_dicts.everyones(state if own_rank() == 0 else None)[0]
+    return everyones(state if own_rank() == 0 else None)[0]
 
 
 def _optimizer_of(model: nn.Module, optim: Any, optim_input: Any) -> torch.optim.Optimizer:
