@@ -131,6 +131,8 @@ def main(root: Path) -> int:
     pins = texts["constraints.txt"].decode()
     found += check_dependencies(project, imported(modules), pins)
     found += check_targets(texts["Makefile"].decode())
+    if not readme_table.PLACE.search(texts["README.md"].decode()):
+        found.append("README.md: expected marks for results, as tools/readme_table.py says.")
     if readme_table.filled(readme := texts["README.md"].decode(), root) != readme:
         found.append("README.md: expected the committed results. Run tools/readme_table.py.")
     print(f"  {len(names)} files checked, {len(found)} findings")
