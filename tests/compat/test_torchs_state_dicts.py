@@ -258,7 +258,7 @@ def changed_in_place(shard, _):
         value.data.add_(0.1)
     yield model
     step(model, optimizer)
-    state["net2.weight"].zero_()
+    torch._foreach_zero_([state["net2.weight"]])
     step(model, optimizer)
     yield model
 

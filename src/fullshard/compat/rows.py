@@ -15,9 +15,11 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fullshard.compat.errors import MisuseError
@@ -79,6 +81,15 @@ class FollowingRows(DTensor):
         if self in _SOURCES:
             _SOURCES[self].update(self)
         return _LOCAL.__get__(self)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        result = super().__torch_dispatch__(func, types, args, kwargs or {})
+        if func._schema.is_mutable:  # functions of lists count no versions at DTensors
+            for row in tree_leaves((args, kwargs)):
+                if isinstance(row, FollowingRows):
+                    increment_version(_LOCAL.__get__(row))
+        return result
 
     def detach(self) -> DTensor:
         """Itself, which is not part of a graph: modules detach the tensors that they save."""
