@@ -276,6 +276,21 @@ def written_on_one_rank(shard, _):
     yield model
 
 
+def whole_of(value):
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def read_beside_another(shard, _):
+    """State dicts of a model and of a part of it are kept; after a step one is written."""
+    model, optimizer = start(shard)
+    state, part = model.state_dict(), model.net1.state_dict()
+    step(model, optimizer)
+    state["net1.weight"].mul_(2)
+    shown = nn.Module()
+    shown.register_buffer("weight", part["weight"].full_tensor())
+    yield shown
+
+
 @on_ranks(3)  # of net2's 9 rows and of net1's 16, each rank has others than in its shard
 def test_a_state_dict_that_is_written_is_the_weights_as_torchs_is(tmp_path):
     model, optimizer = start(fully_shard, seed=2)
@@ -283,13 +298,19 @@ def test_a_state_dict_that_is_written_is_the_weights_as_torchs_is(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save({"model": model}, checkpoint_id=tmp_path)
-    for case in (read_and_dropped, resumed, changed_in_place, written_on_one_rank):
+    for case in (
+        read_and_dropped,
+        resumed,
+        changed_in_place,
+        written_on_one_rank,
+        read_beside_another,
+    ):
         ours, torchs = case(fully_shard, tmp_path), case(torchs_fully_shard, tmp_path)
         for one, other in zip(ours, torchs, strict=True):
             for (name, row), wanted in zip(
                 one.state_dict().items(), other.state_dict().values(), strict=True
             ):
-                torch.testing.assert_close(row.full_tensor(), wanted.full_tensor(), msg=name)
+                torch.testing.assert_close(whole_of(row), whole_of(wanted), msg=name)
 
 
 @on_ranks(2)

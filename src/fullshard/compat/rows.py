@@ -135,7 +135,7 @@ class Cell(NamedTuple):
         shard: A weight, or a state of an optimizer.
         param: The weight of which it is a state, or itself.
         mesh: The mesh of its engine.
-        rank: This rank's number in it.
+        rank: Number of this rank in the mesh.
     """
 
     shard: Any
@@ -233,6 +233,7 @@ class _Source:
         name = self.name_of(row)
         if self.count() is None or self._versions(name)[0] == self.seen[name][0] or self._written():
             return
+        settle()  # another state dict may have been written
         for name, whole in self.gather({name: cell.shard for name, cell in self.cells.items()}):
             if name in self.rows:
                 one, cell = self.rows[name], self.cells[name]
