@@ -321,22 +321,34 @@ def test_the_probe_has_the_precision_of_the_parameters():
 
 
 class OneRateForAll(optim.SGD):
-    """As Prodigy does: a rate of the whole model, from dot products of flattened tensors."""
+    """As Prodigy does: a rate of the whole model, from dot products of tensors."""
 
     @torch.no_grad()
     def step(self, closure=None):
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        rate = sum(torch.dot(p.grad.flatten(), p.grad.flatten()) for p in params)
+        rate = sum((p.grad * p.grad).sum() for p in params)
         for p in params:
             p.sub_(p.grad * float(rate))
 
 
+class Flattening(optim.SGD):
+    """Elementwise, but of flattened tensors: a small try cannot tell it from others."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.sub_(p.grad.flatten().view_as(p), alpha=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"), [(OneRateForAll, ": expected"), (Flattening, ".step calls flatten: expected")]
+)
 @on_ranks(2)
-def test_what_a_step_needs_of_whole_tensors_is_refused_by_the_optimizers_name():
+def test_what_a_step_needs_of_whole_tensors_is_refused_by_the_optimizers_name(kind, says):
     run, model = sharded_run()
     run.loss(model, 0).backward()
-    text = error_of(OneRateForAll(model.parameters(), lr=0.1).step)
-    assert text.startswith("NotElementwiseError: OneRateForAll.step calls flatten: expected")
+    text = error_of(kind(model.parameters(), lr=0.1).step)
+    assert text.startswith(f"NotElementwiseError: {kind.__name__}{says}")
     assert "fs.owned(model" in text
     assert "no_shard" in text
 
