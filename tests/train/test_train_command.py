@@ -112,7 +112,7 @@ def test_record_tells_what_was_planned_and_measured(two_ranks):
     assert record["measured"]["eval_loss"] == two_ranks.evaluations[-1]["eval_loss"]
     assert record["measured"]["train_loss"] == two_ranks.steps[-1]["loss"]
     assert record["measured"]["memory_peak_bytes"] > plan.peak_bytes["device"]
-    assert record["environment"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(record["environment"]["torch"])  # 2.13.0+cpu
 
 
 def test_planned_and_measured_memory_are_both_of_the_whole_process(two_ranks):
