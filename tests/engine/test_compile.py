@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 import fullshard as fs
 from fullshard.engine.unit import AWAY
-from support.models import CHAIN, chain
+from support.models import CHAIN, Block, chain
 from support.parity import assert_planned_events, assert_same, finish_step
 from support.reference import make_optimizer, train_alone
 
@@ -141,7 +141,7 @@ def test_what_leaves_a_broken_graph_in_its_middle_is_an_error():
 @compiling()
 def test_equal_blocks_share_one_graph():
     """More blocks than torch compiles variants of one function (8) before it gives up."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(10)))
+    model = nn.Sequential(*(Block(4, 4) for _ in range(10)))
     fs.shard(model, wrap=lambda module: module in list(model), transport="fake", shard=2)
     for block in model:
         block.compile(backend="aot_eager")

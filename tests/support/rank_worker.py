@@ -195,8 +195,10 @@ def _leave_as_found(seat: Seat, store: Any, body: Body) -> None:
     if "torch.distributed.tensor" in sys.modules:  # its caches keep meshes, whose groups end here
         from torch.distributed.tensor import _redistribute, debug
 
-        debug._clear_sharding_prop_cache()
-        _redistribute._gen_transform_infos.cache_clear()
+        for module in (debug, _redistribute):  # their names differ between torch's versions
+            for clear in ("_clear_sharding_prop_cache", "_gen_transform_infos"):
+                found = getattr(module, clear, list)
+                getattr(found, "cache_clear", found)()
     groups = dist.distributed_c10d._world.pg_map
     for group in list(groups):
         if group is not dist.group.WORLD and group in groups:
