@@ -2,7 +2,7 @@
 
 Those of torch.distributed are in transport/_torch_compat.py.
 
-Checked with torch 2.11 and 2.13; written for 2.8 and newer.
+Checked with torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations

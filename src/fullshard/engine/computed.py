@@ -20,9 +20,7 @@ memory shows that there are none. Graphs share the memory too, so forwards with 
 objects until ranks have agreed on the order, in the first step, and a unit continues to search
 while its last search found views. A hook that starts to keep views later is not detected before the
 next evaluation. The list also contains tensors that only autograd keeps, such as `weight.t()` of
-`x @ weight.t()`. torch has one reference to them, and they do not count as kept views. torch before
-2.10 counts references differently: there a unit may search in vain, or miss a view that autograd
-keeps as well.
+`x @ weight.t()`. torch has one reference to them, and they do not count as kept views.
 """
 
 from __future__ import annotations

@@ -87,13 +87,11 @@ def check_optimizer(kind: Optimizer) -> None:
     Raises:
         ConfigError: One is not; names what to install.
     """
-    got = ""
     if kind is Optimizer.ADAMW_BNB_8BIT and importlib.util.find_spec("bitsandbytes") is None:
-        got = "bitsandbytes, which is not installed. Run pip install 'fullshard[bnb]'"
-    if kind is Optimizer.MUON and not hasattr(torch.optim, "Muon"):
-        got = f"torch 2.9 or newer, got {torch.__version__}. Install a newer torch"
-    if got:
-        raise ConfigError(f"training.optim: {kind} needs {got}, or use adamw_torch.")
+        raise ConfigError(
+            f"training.optim: {kind} needs bitsandbytes, which is not installed. "
+            "Run pip install 'fullshard[bnb]', or use adamw_torch."
+        )
 
 
 def _split(model: nn.Module, groups: Groups) -> tuple[Groups, Groups]:

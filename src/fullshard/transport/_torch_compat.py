@@ -1,6 +1,6 @@
 """Every private or renamed name of torch.distributed, with versions and fallbacks.
 
-Checked with torch 2.11 and 2.13; written for 2.8 and newer.
+Checked with torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def group_timeout(group: Any) -> Any:
 def new_group_of(layout: Sequence[Sequence[int]], name: str) -> Any:
     """Creates the group of this rank; every rank is in one of a layout. A collective of all ranks.
 
-    It calls what `dist.new_group` calls (torch 2.8 to 2.13), which sorts ranks before 2.13 and
+    It calls what `dist.new_group` calls (torch 2.11 to 2.14), which sorts ranks before 2.13 and
     needs a call per group of the layout (docs/log.md, Process groups). NCCL gets streams of high
     priority. If `init_process_group` was given a device, all ranks split its communicator, once
     for a layout; or once per group if two groups have the same color, which NCCL would join.
