@@ -350,6 +350,7 @@ def table_of(
     named = named_leaves(shapes)
     names = [name for name, _ in named]
     check_globs("freeze", freeze, names, "arrays")
+    check_globs("fp32_modules", settings.fp32_modules, names, "arrays")
     _check_blocks(blocks, names)
     arrays = [
         _array(name, leaf, _block_of(name, blocks), (settings, sizes, tuple(freeze), cuts or {}))
