@@ -1,5 +1,6 @@
 """One checkpoint for both engines: no bit changes on the way there and back."""
 
+import json
 from collections import Counter
 from unittest.mock import patch
 
@@ -183,3 +184,21 @@ def bytes_read(folder):
 def test_a_device_reads_the_bytes_of_its_box_alone(devices, tmp_path):
     found = devices(bytes_read, tmp_path / "checkpoint")
     assert found == {"model/tall": 8 * 256, "model/wide": 8 * 256}
+
+
+def kinds_saved(folder):
+    """The classes of torch under which optimizers are saved, and a load of one of torch's SGD."""
+    plan, kinds = fj.plan({"w": jnp.ones(8)}), []
+    for at, tx in enumerate((optax.sgd(0.1), optax.adamw(0.1), optax.sgd(0.1, momentum=0.9))):
+        fj.save(folder / str(at), fj.shard(plan, {"w": jnp.ones(8)}, tx))
+        kinds.append(
+            json.loads((folder / str(at) / "state.json").read_text())["optimizer"]["class"]
+        )
+    fj.load(plan, folder / "0", optax.sgd(0.1))
+    with pytest.raises(CheckpointError, match=r"states of this optimizer .*; it has those of SGD"):
+        fj.load(plan, folder / "0", optax.adamw(0.1))
+    return kinds
+
+
+def test_sgd_without_momentum_is_that_of_torch(devices, tmp_path):
+    assert devices(kinds_saved, tmp_path) == ["SGD", "AdamW", "optax"]

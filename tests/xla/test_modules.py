@@ -111,6 +111,15 @@ def test_a_module_trains_as_under_its_own_library(devices, library):
     assert output == pytest.approx(wanted_output, rel=1e-5)
 
 
+def parts_of_numpy():
+    params, rebuild = fj.split({"w": np.ones(3), "b": jnp.ones(2), "n": np.arange(4)})
+    return sorted(jax.tree.leaves(jax.tree.map(np.size, params))), rebuild(params)["n"].size
+
+
+def test_arrays_of_numpy_are_parameters_too(devices):
+    assert devices(parts_of_numpy) == ([2, 3], 4)
+
+
 def said_of(library):
     if library == "flax":
         model = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))

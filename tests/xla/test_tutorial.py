@@ -92,7 +92,9 @@ def refusals():
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     state = nnx.ModelAndOptimizer(model, optax.sgd(0.1))
-    step = fj.create_fsdp_train_step(mesh)
+    step, rows = fj.create_fsdp_train_step(mesh), np.ones((16, 2))
+    linear = nnx.Sequential(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), lambda x: x[:, 0])
+    one_logit = nnx.ModelAndOptimizer(linear, optax.sgd(0.1))
     attempts = (
         lambda: fj.shard_fsdp({"w": np.ones(8)}),
         lambda: fj.create_fsdp_train_step(mesh)(optimizer, {}),
@@ -103,14 +105,19 @@ def refusals():
         lambda: fj.plan({"w": np.ones(8)}, blocks=["layers"]),
         lambda: fj.create_fsdp_train_step(fj.make_mesh()),
         lambda: fj.analyze_memory({}, 0),
+        lambda: step(state, {"input_ids": rows, "label": np.full(16, 0.7)}),
+        lambda: step(one_logit, {"input_ids": rows, "label": np.ones(16)}),
+        lambda: fj.create_fsdp_train_step(mesh, lambda *_: (8.0, 16))(state, rows),
         lambda: step(state, {"input_ids": np.ones(16)}),
         lambda: step(state, {"input_ids": np.ones(15), "label": np.ones(15)}),
     )
-    return said_by(attempts)
+    said = said_by(attempts)
+    _, below, _ = step(state, {"input_ids": rows, "label": np.full(16, -1)})
+    return said, bool(np.isnan(below))
 
 
 def test_mistakes_are_named_with_the_way_out(devices):
-    said = devices(refusals)
+    said, is_nan = devices(refusals)
     assert [text.partition(":")[0] for text in said] == [
         "mesh",
         "create_fsdp_train_step",
@@ -121,9 +128,13 @@ def test_mistakes_are_named_with_the_way_out(devices):
         "blocks",
         "mesh",
         "num_devices",
+        *["batch"] * 2,
+        "loss_fn",
         "batch",
         "batch['input_ids']",
     ]
     assert "'label' or 'labels', got 'input_ids'. Add the missing one, or pass" in said[-2]
     assert "that 8 devices divide; got shape (15,). Drop some (drop_last of your" in said[-1]
     assert "nnx.ModelAndOptimizer(model, tx)" in said[1]
+    assert "got float64 of shape (16,). For another task pass" in said[10]
+    assert is_nan  # of a label that is neither a class nor ignored

@@ -194,6 +194,24 @@ def saved_and_loaded(folder):
     return straight, losses(state, step), before == fj.sharding_table(nnx.state(state))
 
 
+def said_of_trees(folder):
+    def said(tree):
+        try:
+            fj.save(folder, tree)
+        except ConfigError as error:
+            return str(error).partition(":")[0]
+        return fj.load(tree, folder)
+
+    with jax.enable_x64(False):
+        twice, kept = {"a.b": jnp.ones(2), "a": {"b": jnp.zeros(2)}}, {"seen": np.int64(7)}
+        large, exact = {"seen": np.int64(2**40 + 3)}, {"x": np.array([1 / 3])}
+        return said(twice), said(large), said(exact), int(said(kept)["seen"])
+
+
+def test_no_leaf_of_a_saved_tree_is_lost_or_rounded(devices, tmp_path):
+    assert devices(said_of_trees, tmp_path) == ("a.b", "seen", "x", 7)
+
+
 def test_a_state_of_nnx_is_saved_and_loaded_on_another_mesh(devices, tmp_path):
     straight, resumed, in_place = devices(saved_and_loaded, tmp_path)
     assert resumed == pytest.approx(straight, rel=1e-5)  # with the keys of dropout

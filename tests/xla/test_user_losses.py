@@ -257,6 +257,10 @@ def wrong_losses():
             lambda: fj.eval_step(plan, decays)(fj.shard(plan, tree), batch),
             lambda: run(linear, optax.adam(1e-3)),
             lambda: run(linear, num_micro_batches=2),
+            lambda: run(linear, num_micro_batches=0),
+            lambda: run(linear, max_grad_norm=-1.0),
+            lambda: run(lambda params, batch: (linear(params, batch)[0], batch["x"].any())),
+            lambda: run(lambda params, batch: (*linear(params, batch), {"spectrum": 1j})),
         )
     )
 
@@ -271,6 +275,10 @@ def test_mistakes_of_losses_are_named(devices):
         *["^loss_fn: expected layers.w to be gathered"] * 3,
         "^state: expected the optimizer state of the step's tx",
         r"^batch\['x'\]: expected 2 micro-batches, .*; got shape \(16, 8\)",
+        "num_micro_batches of 1 or more, .*; got 0 and None",
+        "max_grad_norm of 0 or more; got 1 and -1.0",
+        "got a count or metrics of bool",
+        "got a count or metrics of complex128",
     ]
     assert unmatched(devices(wrong_losses), wanted) == []
 
@@ -292,6 +300,22 @@ def mistakes():
         step = fj.train_step(plan, lambda *_: (0.0, 1), optax.sgd(1e-3))
         return step(fj.shard(plan, tree, optax.sgd(1e-3)), batch)
 
+    def trained(state, plan=plan):
+        step = fj.train_step(plan, lambda *_: (0.0, jnp.int8(100)), optax.sgd(1e-3))
+        return step(state, np.ones(8))
+
+    def again():
+        state = fj.shard(plan, tree, optax.sgd(1e-3))
+        assert trained(state)[1]["num_tokens"] == 800  # although counts are int8
+        return trained(state)  # which jax 0.10 lets crash the process
+
+    def narrow():
+        with jax.enable_x64(False):
+            assert fj.plan({"w": np.ones(8)}).table.arrays[0].dtypes.master == "float32"
+            return fj.plan(tree, {"master_dtype": "float64"}, mesh)
+
+    padded, rows = {"w": jnp.ones((301, 257))}, (fj.make_mesh(8, 1), fj.make_mesh(1, 8))
+    others_plan, own_plan = (fj.plan(padded, None, rows_of) for rows_of in rows)
     injected = optax.inject_hyperparams(optax.sgd)
     cast = optax.inject_hyperparams(optax.sgd, hyperparam_dtype=jnp.float32)
     others = {"layers": {"v": tree["layers"]["w"]}, "head": tree["head"]}
@@ -302,6 +326,7 @@ def mistakes():
             lambda: told(cast(optax.constant_schedule(1e-3))),
             lambda: fj.shard(plan, others),
             lambda: fj.plan(tree, None, mesh, blocks=["lay*"]),
+            lambda: fj.plan(tree, {"fp32_modules": ["haed"]}, mesh),
             lambda: fj.plan({"a.b": tree["head"], "a": {"b": tree["head"]}}, None, mesh),
             lambda: fj.plan(tree, {"tensor": 2}),
             lambda: fj.plan(tree, {"tensor": 4}, fj.make_mesh(tensor=2)),
@@ -312,6 +337,15 @@ def mistakes():
             lambda: fj.pad_batch({"x": np.ones(3), "label": np.ones(3)}, 4),
             lambda: fj.pad_batch({"x": np.ones(2), "label": np.eye(2, dtype=int)}, 4),
             lambda: fj.pad_batch({"x": np.ones(5), "label": np.ones(5, int)}, 4),
+            lambda: fj.pad_batch({"x": np.ones(0), "label": np.ones(0, int)}, 4),
+            lambda: placed({"x": np.ones((16, 8)), "weights": np.ones(8)}),
+            again,
+            lambda: trained(fj.shard(others_plan, padded, optax.sgd(1e-3)), own_plan),
+            lambda: fj.eval_step(own_plan, lambda *_: (0.0, 1))(
+                fj.shard(others_plan, padded), np.ones(8)
+            ),
+            lambda: trained(None, fj.plan(tree, None, mesh, freeze=["*"])),
+            narrow,
         )
     )
     state, _ = told(injected(1e-3))
@@ -324,6 +358,7 @@ def test_mistakes_of_trees_batches_and_optimizers_are_named(devices):
         *["^learning_rate: expected a number that the optimizer reads"] * 3,
         "which has layers.w where this one has layers.v",
         "^blocks: expected paths of subtrees; got 'lay\\*'",
+        "^fp32_modules: expected names .*; got 'haed'.*Did you mean 'head'",
         "^a.b: expected names that differ",
         "^tensor: expected 1 for a model of your own.* use shard_fsdp.params, mesh",
         "^tensor: expected 2, the mesh's; got 4",
@@ -333,7 +368,12 @@ def test_mistakes_of_trees_batches_and_optimizers_are_named(devices):
         "expected the name of the labels among x, y; got None",
         "expected integers or floating rows of probabilities as label; got float64",
         "got int64 of shape .2, 2. that sum to 1.*one-hot rows floating",
-        "expected arrays of at most 4 samples",
+        *["expected arrays of 1 to 4 samples"] * 2,
+        r"^batch: expected one number of samples .*'weights'.\": 8",
+        "^state: .* got one that a step has used up",
+        *["^state: expected one of the step's plan"] * 2,
+        "^plan: expected an array that is trained",
+        "^master_dtype: expected float32 or less",
     ]
     assert unmatched(said, wanted) == []
     assert unmoved

@@ -95,6 +95,31 @@ def test_a_device_with_data_of_another_is_seen(devices, checked):
     assert "loss" in [row.name for row in verdict.rows if not row.is_equal]
 
 
+def on_devices_with_wrong_chunks(folder):
+    """Chunks whose loss is right and whose gradient is 1.001 of the right one."""
+    from fullshard.xla import loss
+
+    right = loss.cross_entropy
+
+    def wrong(*chunk):
+        value = right(*chunk)
+        return value + 0.001 * (value - jax.lax.stop_gradient(value))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss, "cross_entropy", wrong)
+        on_devices(folder)
+
+
+@pytest.mark.long
+def test_a_wrong_gradient_of_the_losss_chunks_is_seen(devices, checked):
+    prepared, folder = checked
+    prepared.job.write(folder)
+    devices(on_devices_with_wrong_chunks, folder)
+    verdict = verify.judge(prepared.job, folder, time.perf_counter())
+    wrong = {row.name for row in verdict.rows if not row.is_equal}
+    assert {"gradients", "gradient norm"} <= wrong
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8])

@@ -61,6 +61,7 @@ _XLA_TRAINING: Rows = {
     **dict.fromkeys(("ema_decay", "max_skipped_steps", "matmul_precision"), ("Leave it out",)),
     "per_device_train_batch_size": ("Write a number", 0),
 }
+_XLA_DECODER: Rows = {**_XLA, "fp32_modules": ("Leave it out, or use backend: torch",)}
 _XLA_RUN: Rows = {"lora": ("Leave it out, or use backend: torch",)}
 
 
@@ -115,7 +116,7 @@ def unsupported(
 def _of_run(config: RunConfig) -> Iterator[Problem]:
     """Values that neither a plan nor a run supports."""
     if config.backend is Backend.JAX:
-        yield from unsupported(config.sharding, _XLA, "sharding")
+        yield from unsupported(config.sharding, _XLA_DECODER, "sharding")
         yield from unsupported(config.training, _XLA_TRAINING, "training")
         yield from unsupported(config, _XLA_RUN)
     else:
@@ -202,6 +203,7 @@ IDLE: tuple[tuple[str, str, str, Callable[[Any], object]], ...] = (
     ("data", "shuffle_buffer", ".streaming", lambda c: not c.data.streaming),
     ("data", "vocab_size", ".tokenizer", lambda c: c.data.tokenizer),
     ("sft", "sample_tokens", ".num_samples", lambda c: not c.sft.num_samples),
+    ("sft", "sample_tokens", "backend", lambda c: c.backend is Backend.JAX),
     ("distill", "temperature", ".loss", lambda c: c.distill.loss is DistillLoss.HIDDEN),
     ("distill", "beta", ".loss", lambda c: c.distill.loss is not DistillLoss.JSD),
     ("launch", _MEETING, ".num_machines", lambda c: c.launch.num_machines == 1),

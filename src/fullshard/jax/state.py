@@ -40,7 +40,9 @@ def save(
         CheckpointError: Writing failed; older checkpoints are intact.
     """
     settings = SaveSettings(step=step)
-    state = state if isinstance(state, State) else _planned(state)
+    if not isinstance(state, State):
+        _check_kept(state)
+        state = _planned(state)
     return checkpoints.save(Path(folder), state, settings, checkpoints.Extras(values=values))
 
 
@@ -79,6 +81,22 @@ def load(
     return jax.tree.unflatten(
         jax.tree.structure(plan), jax.jit(restored, out_shardings=placed)(found)
     )
+
+
+def _check_kept(tree: Any) -> None:
+    """Raises ConfigError if two leaves have one name, or jax would round a leaf."""
+    names = set[str]()
+    for name, leaf in named_leaves(tree):
+        if name in names:
+            raise ConfigError(f"{name}: expected one leaf of this name; got two. Rename one.")
+        names.add(name)
+        if isinstance(leaf, np.ndarray | np.generic):
+            own = np.asarray(jnp.asarray(leaf))
+            if own.dtype != leaf.dtype and not np.array_equal(own, leaf, equal_nan=True):
+                raise ConfigError(
+                    f"{name}: expected numbers that jax keeps; got {leaf.dtype}, of which it keeps "
+                    f"{own.dtype}. Convert it, enable jax_enable_x64, or save it as a value."
+                )
 
 
 def _planned(tree: Any) -> State:
@@ -156,8 +174,11 @@ def pad_batch(
     """
     there = {name: np.asarray(value) for name, value in batch.items()}
     counts = {len(value) for value in there.values()}
-    if len(counts) != 1 or max(counts) > size:
-        raise ConfigError(f"pad_batch: expected arrays of at most {size} samples; got {counts}.")
+    if len(counts) != 1 or not 1 <= max(counts) <= size:
+        raise ConfigError(
+            f"pad_batch: expected arrays of 1 to {size} samples, as many in each; got "
+            f"{sorted(counts)}. Drop or divide the batch."
+        )
     if mask is not None:
         there.setdefault(mask, np.ones(max(counts), np.float32))
     elif labels is None:
@@ -234,7 +255,8 @@ def _has_state(name: str, node: Any, advice: str) -> ConfigError:
 
 def _split_pytree(model: Any) -> tuple[Tree, Callable[[Tree], Any]]:
     def is_parameter(leaf: Any) -> bool:
-        return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
+        return is_array and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
     def is_state(node: Any) -> bool:
         return type(node).__name__ == "StateIndex"  # Equinox's, of BatchNorm for example

@@ -352,18 +352,36 @@ def _update_train_state(loss_fn: LossFn | None, state: Any, batch: Any) -> Found
 
 def _with_metrics(loss_fn: LossFn, model: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
     found = loss_fn(model, batch)
-    return found if isinstance(found, tuple) else (found, {})
+    if not isinstance(found, tuple):
+        return found, {}
+    if len(found) != 2 or isinstance(found[1], (int, float)) or getattr(found[1], "ndim", 1) == 0:
+        raise ConfigError(
+            "loss_fn: expected a mean loss, or (mean loss, metrics by name); got a tuple of "
+            f"{len(found)}{' with a number as metrics' * (len(found) == 2)}. Divide the sum by the "
+            "count, and name the metrics."
+        )
+    return found
 
 
 def _classify(model: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
     logits = model(batch["input_ids"])
     labels = batch["labels"] if "labels" in batch else batch["label"]
-    if labels.shape == logits.shape:  # probabilities, including one-hot
+    num_classes, is_rows = logits.shape[-1], labels.shape == logits.shape
+    is_index = labels.shape == logits.shape[:-1] and labels.dtype.kind in "iub"
+    if num_classes < 2 or not (is_index or (is_rows and logits.ndim > 1)):
+        raise ConfigError(
+            f"batch: expected integers of shape {logits.shape[:-1]} as labels, or probabilities of "
+            f"shape {logits.shape}, of 2 or more classes; got {labels.dtype} of shape "
+            f"{labels.shape}. For another task pass create_fsdp_train_step a loss_fn(model, batch)."
+        )
+    if is_rows:  # probabilities, including one-hot
         loss = -jnp.sum(labels.astype(logits.dtype) * jax.nn.log_softmax(logits))
         counts, labels = jnp.any(labels != 0, axis=-1), jnp.argmax(labels, axis=-1)
     else:
         labels = labels.astype(jnp.int32)
-        loss, counts = token_loss(logits, labels)[0], labels != IGNORED
+        counts = labels != IGNORED
+        unknown = counts & (labels < 0)  # as classes beyond the last: the loss is NaN
+        loss = token_loss(logits, jnp.where(unknown, num_classes, labels))[0]
     total = jnp.maximum(jnp.sum(counts), 1)
     right = counts & (jnp.argmax(logits, axis=-1) == labels)
     return loss / total, {"accuracy": jnp.sum(right) / total}

@@ -296,7 +296,14 @@ def plan(
     Raises:
         ConfigError: A setting is impossible or not yet supported on this backend.
     """
-    return plan_with(None, shapes, config, mesh, blocks, freeze)
+    found = plan_with(None, shapes, config, mesh, blocks, freeze)
+    wide = {dtype for a in found.table.arrays for dtype in (a.dtypes.compute, a.dtypes.accumulate)}
+    if DType.FLOAT64 in wide and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        raise ConfigError(
+            "master_dtype: expected float32 or less, because jax computes in float64 only if told "
+            "to; got float64. Call jax.config.update('jax_enable_x64', True) first."
+        )
+    return found
 
 
 def plan_with(
@@ -343,6 +350,7 @@ def table_of(
     named = named_leaves(shapes)
     names = [name for name, _ in named]
     check_globs("freeze", freeze, names, "arrays")
+    check_globs("fp32_modules", settings.fp32_modules, names, "arrays")
     _check_blocks(blocks, names)
     arrays = [
         _array(name, leaf, _block_of(name, blocks), (settings, sizes, tuple(freeze), cuts or {}))
@@ -405,7 +413,20 @@ def place_batch(
             return jax.device_put(leaf, sharding)
         return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
 
+    _check_samples(batch, len(lead))
     return jax.tree.map_with_path(place, batch, batch_specs(axes, batch, num_micro_batches))
+
+
+def _check_samples(batch: Tree, lead: int) -> None:
+    """Raises DataError if a table, such as weights of classes, would be cut like samples."""
+    leaves = [(path, np.shape(x)[lead:]) for path, x in jax.tree.leaves_with_path(batch)]
+    counts = {jax.tree_util.keystr(path): shape[0] for path, shape in leaves if shape}
+    if len(set(counts.values())) > 1:
+        raise DataError(
+            "batch: expected one number of samples on the first axis of all arrays, of which each "
+            f"device receives a part; got {counts}. Pass a table of another size as variables=, or "
+            "let loss_fn close over it."
+        )
 
 
 def own_shape(array: ArrayPlan) -> tuple[int, ...]:
@@ -443,8 +464,9 @@ def _array(
     if block and not shape:
         raise ConfigError(f"blocks: expected arrays with an axis of layers; {name} is a scalar.")
     own = shape[1:] if block else shape
+    is_narrow = leaf.dtype == np.float64 and not jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        dtype = DType(str(leaf.dtype))
+        dtype = DType.FLOAT32 if is_narrow else DType(str(leaf.dtype))
     except ValueError:
         raise ConfigError(
             f"{name}: expected a floating point array; got {leaf.dtype}. Keep untrained values "

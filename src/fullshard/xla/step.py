@@ -197,9 +197,10 @@ class Step:
                 of `optax.inject_hyperparams`. Its `value` is the step's loss unless given.
 
         Raises:
-            ConfigError: The optimizer does not use such a scalar.
+            ConfigError: The optimizer does not use such a scalar, or the state is another's.
             DataError: The number of samples is not divisible by the number of devices.
         """
+        check_state(self.plan, state)
         arguments = state, self.place(batch), _arrays(extra), self._given, rng
         if not self._is_traced:
             self._traced(*arguments)
@@ -268,6 +269,15 @@ def train_step(  # noqa: PLR0913  (settings by name)
             parameters. They have no gradients.
         compiler_options: XLA options, added to those of `OVERLAP`.
     """
+    if num_micro_batches < 1 or not (max_grad_norm is None or max_grad_norm >= 0):
+        raise ConfigError(
+            "train_step: expected num_micro_batches of 1 or more, and None or a max_grad_norm of 0 "
+            f"or more; got {num_micro_batches} and {max_grad_norm}. Mend the argument."
+        )
+    if not plan.trained_arrays:
+        raise ConfigError(
+            "plan: expected an array that is trained; got none. Leave freeze out, or use eval_step."
+        )
     update = partial(updated, plan, optax.with_extra_args_support(tx))
 
     def run(
@@ -333,10 +343,27 @@ def eval_step(plan: XlaPlan, loss_fn: LossFn) -> Callable[[State, Any], tuple[An
         return _on_devices(plan, totals, specs, PartitionSpec())(params, batch, variables)
 
     def evaluate(state: State, batch: Any) -> tuple[Any, ...]:
+        check_state(plan, state)
         found = run(state.params, place_batch(plan.mesh, axes, batch), state.variables)
         return jax.block_until_ready(found)
 
     return evaluate
+
+
+def check_state(plan: XlaPlan, state: State) -> None:
+    """Refuses the state of a plan with other arrays or devices, and one that a step has used up."""
+    found = state.plan
+    if found is not plan and (found.table.arrays, found.mesh) != (plan.table.arrays, plan.mesh):
+        raise ConfigError(
+            "state: expected one of the step's plan; got one of a plan with other arrays or another"
+            " mesh, whose padding would count. Make it with this plan (fullshard.jax.shard), or "
+            "save and load it."
+        )
+    if isinstance(state.step, jax.Array) and state.step.is_deleted():
+        raise ConfigError(
+            "state: expected the state that the last step returned; got one that a step has used "
+            "up. Write `state, metrics = step(state, batch)`, or save a state to return to it."
+        )
 
 
 def _on_devices(plan: XlaPlan, function: Any, in_specs: Any, out_specs: Any) -> Any:
@@ -600,8 +627,12 @@ def _checked(found: Any, variables: Any, *, new: bool) -> Sums:
     if not jnp.issubdtype(total.dtype, jnp.floating):
         raise _wrong(f"a total of {total.dtype}")
     metrics = None if metrics is None else jax.tree.map(jnp.asarray, dict(metrics))
+    numbers = [*jax.tree.leaves(metrics), count := jnp.asarray(count)]
+    kinds = jnp.integer, jnp.floating
+    if odd := [x.dtype for x in numbers if not any(jnp.issubdtype(x.dtype, k) for k in kinds)]:
+        raise _wrong(f"a count or metrics of {odd[0]}")
     changed = _like(variables, changed) if new else None
-    return Sums(total, jnp.asarray(count), metrics, changed)
+    return Sums(total, count.astype(jnp.promote_types(count.dtype, jnp.int32)), metrics, changed)
 
 
 def _like(old: Any, new: Any) -> Any:

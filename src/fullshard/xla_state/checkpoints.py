@@ -171,7 +171,7 @@ def _facts(state: State, step: int | None, extras: Extras) -> tuple[dict[str, An
         table, own = leaf_pieces(OTHERS, others)
         pieces.extend(own)
         facts["optimizer"] = {
-            "class": "AdamW" if is_adamw(words) else "optax",
+            "class": kind_of(leaves, words),
             "groups": coded(GROUPS, list(groups)),
             "scalars": coded(SCALARS, scalars),
             "others": table,
@@ -205,6 +205,11 @@ def states_of(plan: XlaPlan, opt_state: Any) -> tuple[list[Leaf], dict[str, str]
 def is_adamw(words: Mapping[str, str]) -> bool:
     """Whether torch's AdamW has the same states."""
     return set(words.values()) == set(STATE_NAMES.values())
+
+
+def kind_of(leaves: Sequence[Leaf], words: Mapping[str, str]) -> str:
+    """The optimizer of torch that has the same states: AdamW, or SGD without momentum; or optax."""
+    return "AdamW" if is_adamw(words) else "optax" if leaves else "SGD"
 
 
 def dtype_name(name: str, leaf: Any) -> str:
@@ -314,7 +319,10 @@ def _with_saved_optimizer(state: State, source: _Saved) -> State:
     saved = source.checkpoint.state.get("optimizer") or {}
     kind, others = saved.get("class"), saved.get("others")
     leaves, words = states_of(state.plan, state.opt_state)
-    if kind != "optax" and not (kind == "AdamW" and is_adamw(words)):
+    has_states = any(
+        key.startswith(f"{Kind.OPTIMIZER}/") for key in source.checkpoint.index.tensors
+    )
+    if kind not in ("optax", kind_of(leaves, words)) or (kind == "SGD" and has_states):
         raise CheckpointError(
             f"{source.where}: expected the states of this optimizer "
             f"({', '.join(sorted(words.values())) or 'none'}); it has those of {kind or 'none'}. "

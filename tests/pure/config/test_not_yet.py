@@ -48,6 +48,7 @@ def test_sharding_that_is_built_passes(fields):
     ("fields", "said"),
     [
         ({"backend": "jax", "sharding": {"transport": "direct"}}, "sharding.transport: 'direct'"),
+        ({"backend": "jax", "sharding": {"fp32_modules": "a"}}, "sharding.fp32_modules: a list"),
         ({"backend": "jax", "training": {"optim": "muon"}}, "training.optim: 'muon'"),
         (
             {"sharding": {"offload": "cpu"}, "training": {"optim": "adafactor"}},
@@ -170,6 +171,7 @@ def test_a_recipe_takes_its_own_sections_and_what_happens_anyway(configured):
         ("training.warmup_steps=2 training.warmup_ratio=0.1", "training.warmup_ratio"),
         ("distill.chunk_size=9 training.loss_chunk_size=9", "training.loss_chunk_size"),
         ("sft.num_samples=0 sft.sample_tokens=9", "sft.sample_tokens"),
+        ("backend=jax sft.sample_tokens=9", "sft.sample_tokens"),
         ("distill.loss=hidden distill.temperature=3", "distill.temperature"),
         ("distill.beta=0.3", "distill.beta"),
         ("launch.main_process_port=29500", "launch.main_process_port"),
