@@ -316,9 +316,16 @@ def test_a_state_dict_that_is_written_is_the_weights_as_torchs_is(tmp_path):
 @on_ranks(2)
 def test_a_state_dict_and_weights_that_were_both_written_are_an_error():
     model, _, state = kept_run()
-    state["net1.weight"].zero_()
+    weight, rows = model.net1.weight, state["net1.weight"].to_local()
     with torch.no_grad():
-        model.net1.weight.mul_(2)
+        old = weight.data
+        rows.zero_()
+        for use in (weight.to_local, lambda: weight + 1, lambda: old + 1, lambda: weight.mul_(2)):
+            with pytest.raises(MisuseError, match="before (to_local|add|mul_) of this rank"):
+                use()
+        assert not weight.full_tensor().any()  # which loads it
+        weight.add_(2)
+    rows.fill_(3)
     for read in (state["net1.weight"].full_tensor, model.state_dict):
         with pytest.raises(MisuseError, match="it was not called before the weights changed"):
             read()
@@ -331,6 +338,13 @@ def states_of(model, optimizer, kept):
     for entry in kept.values():
         entry["exp_avg"].mul_(0.5)
         entry["step"].add_(1)
+    step(model, optimizer)
+    yield from optimizer.state_dict()["state"][0].values()
+    optimizer.load_state_dict(optimizer.state_dict())  # which they go on following
+    step(model, optimizer)
+    for entry in kept.values():
+        yield from entry.values()
+        entry["exp_avg"].mul_(0.5)
     step(model, optimizer)
     yield from optimizer.state_dict()["state"][0].values()
 

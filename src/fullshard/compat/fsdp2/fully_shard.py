@@ -288,6 +288,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Keeps the objects of parameters on meta, so that ties and optimizers stay right."""
         _close_open(self)
+        rows.settle()
         tables = [module._parameters for module in self.modules()]
         entries = [(at, name, param) for at in tables for name, param in at.items()]
         places = [(at, name, p) for at, name, p in entries if p is not None and p.is_meta]
