@@ -321,7 +321,7 @@ def test_a_state_dict_and_weights_that_were_both_written_are_an_error():
         old = weight.data
         rows.zero_()
         for use in (weight.to_local, lambda: weight + 1, lambda: old + 1, lambda: weight.mul_(2)):
-            with pytest.raises(MisuseError, match="before (to_local|add|mul_) of this rank"):
+            with pytest.raises(MisuseError, match=r"before (to_local|add|mul_) of this rank"):
                 use()
         assert not weight.full_tensor().any()  # which loads it
         weight.add_(2)

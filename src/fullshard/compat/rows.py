@@ -8,19 +8,17 @@ follow: reading them gathers new values, and what was written is loaded before t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain, count
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -137,28 +135,56 @@ _ROWS = "_fullshard_rows"  # of a shard that had rows once: a number, equal on a
 _NUMBERS = count()
 
 
-class Owner(NamedTuple):
-    """What has the shards: a marked module, or an optimizer.
+class _Owner:
+    """What has the shards: a marked module, or an optimizer."""
 
-    Attributes:
-        ref: Returns it.
-        count: Returns what changes with each write of a weight; None: the shards tell of it.
-        gather: Yields each shard that had rows once, and its full tensor. A collective.
-    """
+    def __init__(self, of: Any) -> None:
+        self.ref: Any = weakref.ref(of)
 
-    ref: Callable[[], Any]
-    count: Callable[[], Any]
-    gather: Callable[[], Iterator[tuple[Any, torch.Tensor]]]
+    def num_writes(self) -> Any:
+        """What changes with each write of a weight; None: only the shards tell."""
+        return None
+
+    def gather(self) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Yields each shard that had rows once, and its full tensor. A collective."""
+        raise NotImplementedError
+
+
+class Weights(_Owner):
+    """A marked module as the owner of its weights."""
+
+    def num_writes(self) -> Any:
+        """Those that the engine has seen: `p.data.mul_` counts here, too."""
+        module = self.ref()
+        engine = None if module is None else record_of(module).engine_ref()
+        return None if engine is None else (id(engine.home), engine.home.num_writes)
+
+    def gather(self) -> Iterator[tuple[Any, torch.Tensor]]:
+        """One unit after another."""
+        engine = engine_for(self.ref())
+        params = (member.param for group in engine.groups for member in group.members)
+        had = {param.record.piece.name: param for param in params if hasattr(param, _ROWS)}
+        return ((had[name], whole) for name, whole in whole_params(engine, had))
+
+
+class States(_Owner):
+    """An optimizer as the owner of its states."""
+
+    def gather(self) -> Iterator[tuple[Any, torch.Tensor]]:
+        """One state after another."""
+        values = (value for entry in self.ref().state.values() for value in entry.values())
+        shards = [value for value in values if hasattr(value, _ROWS)]
+        return ((shard, shard.full_tensor()) for shard in shards)
 
 
 class _Source:
     """What rows follow.
 
     Attributes:
-        row: Returns the rows, which own this object.
+        row: Returns the rows; they own this object.
         shard: A weight, or a state of an optimizer.
         param: The weight of which it is a state, or itself.
-        owner: The module or optimizer that was asked for the state dict.
+        owner: The module or optimizer that was last asked for the rows.
         mesh: The mesh of the engine.
         rank: Number of this rank in the mesh.
         seen: What changes with the shard, and the rows' version, when both were last equal.
@@ -179,7 +205,7 @@ class _Source:
     def _now(self) -> tuple[Any, Any, int]:
         row, record = self.row(), self.param.record  # writes count at rows, or at their local part
         own = record, record.last_write, self.shard._version  # fused kernels count only the second
-        return self.owner.count(), own, row._version + _LOCAL.__get__(row)._version
+        return self.owner.num_writes(), own, row._version + _LOCAL.__get__(row)._version
 
     def take(self, rows: DTensor) -> None:
         """Copies rows of the shard as it is now."""
@@ -222,9 +248,9 @@ class _Source:
             return
         with settled():
             for shard, whole in self.owner.gather() if self.owner.ref() is not None else ():
-                one = _source_of(shard)
-                if one is not None:
-                    one._read(whole)
+                row = _row_of(shard)
+                if row is not None:
+                    _SOURCES[row]._read(whole)
             if self._is_changed():  # no longer one of the owner's
                 self._read(self.shard.full_tensor())
 
@@ -233,11 +259,10 @@ class _Source:
         self.seen = (*self.seen[:2], self._now()[2])
 
 
-def _source_of(shard: Any) -> _Source | None:
-    """The source of the rows of a shard, if it has some."""
+def _row_of(shard: Any) -> Any:
+    """The rows of a shard; None if it has none."""
     found = getattr(shard, _ROWS, None)
-    one = None if found is None else found[1]()
-    return None if one is None or one.row() is None else one
+    return None if found is None else found[1]()
 
 
 class _Taken:
@@ -262,15 +287,16 @@ def settle() -> None:
     """Loads rows that were written. A collective if there are new rows."""
     if _TAKEN.is_settled or not (_SOURCES or _TAKEN.is_new):
         return
-    sources = {one.number: one for _, one in list(_SOURCES.items())}
-    numbers = sorted(number for number, one in sources.items() if one.is_written())
+    alive = {one.number: (row, one) for row, one in list(_SOURCES.items())}
+    numbers = sorted(number for number, (_, one) in alive.items() if one.is_written())
     if _TAKEN.is_new:
         numbers = sorted({number for all_of in everyones(numbers) for number in all_of})
-    values = [(sources[number], sources[number].row().plain()) for number in numbers]
-    for one, _ in values:
+    written = [alive[number] for number in numbers]
+    values = [row.plain() for row, _ in written]
+    for _, one in written:
         one.set_loaded()
     with torch.no_grad():
-        for one, value in values:
+        for (_, one), value in zip(written, values, strict=True):
             one.shard.copy_(loaded_state(one.param, value.full_tensor()))
 
 
@@ -299,54 +325,22 @@ def before_read(values: Any, name: str | None) -> None:
             settle()
     elif _TAKEN.is_lent and not _TAKEN.is_settled:
         shards = shards_in(values)
-        for one in map(_source_of, [*shards, *chain.from_iterable(map(params_of, shards))]):
-            if one is not None and one.is_written():
-                raise one.misuse(f"before {name} of this rank's part")
+        for row in map(_row_of, [*shards, *chain.from_iterable(map(params_of, shards))]):
+            if row is not None and _SOURCES[row].is_written():
+                raise _SOURCES[row].misuse(f"before {name} of this rank's part")
 
 
-def weights_of(module: nn.Module) -> Owner:
-    """A marked module as the owner of its weights."""
-    ref = weakref.ref(module)
-
-    def count_writes() -> Any:
-        module = ref()
-        engine = None if module is None else record_of(module).engine_ref()
-        return None if engine is None else (id(engine.home), engine.home.num_writes)
-
-    def gather() -> Iterator[tuple[Any, torch.Tensor]]:
-        engine = engine_for(ref())  # type: ignore[arg-type]
-        params = (member.param for group in engine.groups for member in group.members)
-        had = {param.record.piece.name: param for param in params if hasattr(param, _ROWS)}
-        return ((had[name], whole) for name, whole in whole_params(engine, had))
-
-    return Owner(ref, count_writes, gather)
-
-
-def states_of(optimizer: Optimizer) -> Owner:
-    """An optimizer as the owner of its states."""
-    ref = weakref.ref(optimizer)
-
-    def gather() -> Iterator[tuple[Any, torch.Tensor]]:
-        entries = ref().state.values()  # type: ignore[union-attr]
-        shards = [x for entry in entries for x in entry.values() if hasattr(x, _ROWS)]
-        return ((shard, shard.full_tensor()) for shard in shards)
-
-    return Owner(ref, lambda: None, gather)
-
-
-def follow(owner: Owner, engine: Engine, shard: Any, param: Any, value: DTensor) -> DTensor:
+def follow(owner: _Owner, engine: Engine, shard: Any, param: Any, value: DTensor) -> DTensor:
     """Rows that follow a shard: those that the script has, as torch's share memory, or these."""
-    one = _source_of(shard)
-    row = None if one is None else one.row()
-    local = None if row is None else _LOCAL.__get__(row)
-    if one is None or (local.shape, local.dtype) != (value._local_tensor.shape, value.dtype):
+    row = _row_of(shard)
+    if row is None or row.dtype != value.dtype or row.placements != value.placements:
         if row is not None:
-            del _SOURCES[row]
+            del _SOURCES[row]  # as a tensor before `model.half()`
         row: Any = value
         row.__class__ = FollowingRows
-        one = _SOURCES[row] = _Source(row, shard, param, engine)
-        number = getattr(shard, _ROWS, (next(_NUMBERS),))[0]
-        setattr(shard, _ROWS, (number, weakref.ref(one)))
+        _SOURCES[row] = _Source(row, shard, param, engine)
+        setattr(shard, _ROWS, (getattr(shard, _ROWS, (next(_NUMBERS),))[0], weakref.ref(row)))
+    one = _SOURCES[row]
     one.owner = owner
     one.take(value)
     _TAKEN.rows.setdefault(owner.ref(), {})[one.number] = row

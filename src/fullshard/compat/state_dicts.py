@@ -120,7 +120,7 @@ def state_dict(
             with torch.inference_mode(mode=False), torch.no_grad():  # rows count their versions
                 values = convert(engine, shards, wanted)
             if wanted.follow:
-                owner = rows.weights_of(module)
+                owner = rows.Weights(module)
                 values = {
                     key: rows.follow(owner, engine, shards[key], shards[key], value)
                     if isinstance(value, DTensor)
@@ -541,7 +541,7 @@ def _give_rows(optimizer: Optimizer, state: States) -> States:
         return state
     result: dict[Any, Any] = dict(state["state"])
     engines: dict[_Shown, Engine | None] = {}
-    owner = rows.states_of(optimizer)
+    owner = rows.States(optimizer)
     for number, param in _numbered(optimizer):
         shown: _Shown | None = getattr(param, _SHOWN, None)
         if shown is None or number not in result:
