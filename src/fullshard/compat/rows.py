@@ -266,7 +266,7 @@ def _row_of(shard: Any) -> Any:
 
 
 class _Taken:
-    """Rows since the last forward or step.
+    """Rows since the last forward.
 
     Attributes:
         rows: Those of new state dicts by owner and number; they may be dropped after a write.
@@ -283,13 +283,13 @@ class _Taken:
 _TAKEN = _Taken()
 
 
-def settle() -> None:
-    """Loads rows that were written. A collective if there are new rows."""
+def settle(*_: Any) -> None:
+    """Loads rows that were written. A collective if there are new or written rows."""
     if _TAKEN.is_settled or not (_SOURCES or _TAKEN.is_new):
         return
     alive = {one.number: (row, one) for row, one in list(_SOURCES.items())}
     numbers = sorted(number for number, (_, one) in alive.items() if one.is_written())
-    if _TAKEN.is_new:
+    if numbers or _TAKEN.is_new:  # `dcp.load` writes no rows of a rank that has none of a weight
         numbers = sorted({number for all_of in everyones(numbers) for number in all_of})
     written = [alive[number] for number in numbers]
     values = [row.plain() for row, _ in written]
@@ -311,8 +311,8 @@ def settled() -> Generator[None]:
         _TAKEN.is_settled = before
 
 
-def before_use(*_: Any) -> None:
-    """The same, before a forward or a step; rows that the script dropped may go."""
+def before_forward() -> None:
+    """The same, before a forward; rows that the script dropped may go."""
     settle()
     _TAKEN.rows.clear()
     _TAKEN.is_new = _TAKEN.is_lent = False
@@ -339,7 +339,8 @@ def follow(owner: _Owner, engine: Engine, shard: Any, param: Any, value: DTensor
         row: Any = value
         row.__class__ = FollowingRows
         _SOURCES[row] = _Source(row, shard, param, engine)
-        setattr(shard, _ROWS, (getattr(shard, _ROWS, (next(_NUMBERS),))[0], weakref.ref(row)))
+        number, *_ = getattr(shard, _ROWS, None) or (next(_NUMBERS),)  # equal on all ranks
+        setattr(shard, _ROWS, (number, weakref.ref(row)))
     one = _SOURCES[row]
     one.owner = owner
     one.take(value)

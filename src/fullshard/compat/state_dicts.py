@@ -514,8 +514,8 @@ def show_rows(module: nn.Module, when: Callable[[], bool] = always) -> None:
             setattr(param, _SHOWN, shown)
     if _listen not in WATCHED.callbacks:
         WATCHED.callbacks.append(_listen)
-        WATCHED.before_step.append(rows.before_use)
-        before_forward.append(rows.before_use)
+        WATCHED.before_step.append(rows.settle)
+        before_forward.append(rows.before_forward)
         BEFORE_READ.append(rows.before_read)
     WATCHED.add(module)
 
