@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor
 
+import fullshard as fs
 from fullshard.compat.errors import MisuseError
 from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from fullshard.compat.fsdp1 import always_wrap_policy
@@ -288,6 +289,13 @@ def read_beside_another(shard, _):
     state["net1.weight"].mul_(2)
     shown = nn.Module()
     shown.register_buffer("weight", part["weight"].full_tensor())
+    state["net1.weight"].mul_(2)
+    shown.register_buffer("norm", model.net1.weight.norm().detach())
+    state["net1.weight"].mul_(2)
+    shown.register_buffer("sum", model.net1.weight.sum().detach())
+    state["net1.weight"].mul_(2)
+    shown.register_buffer("whole", model.net1.weight.full_tensor().detach())
+    shown.register_buffer("again", part["weight"].full_tensor())  # read since the last step
     yield shown
 
 
@@ -468,3 +476,19 @@ def test_a_script_module_is_no_obstacle():
         model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.ReLU()))
     state = fully_shard(model).state_dict()
     assert list(state) == ["0.weight", "0.bias"]
+
+
+@on_ranks(3)  # the last one has no row of these weights
+def test_a_checkpoint_is_read_into_rows_that_are_long_kept(tmp_path):
+    torch.manual_seed(0)
+    model = fully_shard(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 5)))
+    state = model.state_dict()
+    wanted = {name: value.full_tensor() for name, value in state.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=tmp_path)
+    model(torch.ones(1, 5)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    load(state, tmp_path)
+    whole = fs.full_state_dict(model, rank0_only=False)
+    torch.testing.assert_close(whole, wanted)

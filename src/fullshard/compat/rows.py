@@ -2,7 +2,8 @@
 
 torch's share the memory of weights and of optimizer states, and scripts rely on it: they save a
 state dict that was taken long ago, or read a checkpoint into one and drop it. Ours are copies that
-follow: reading them gathers new values, and what was written is loaded before the next use.
+follow: reading them gathers new values, and what was written is loaded before the next use of a
+shard by all ranks.
 """
 
 from __future__ import annotations
