@@ -340,7 +340,12 @@ def test_what_is_refused():
 
     line = nn.Linear(2, 2)
     fully_shard(line)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # importing torch's compiler warns
+        compiled = torch.compile(nn.Tanh(), backend="eager")
     cases = [
+        (NotImplementedError, "got a lazy one", lambda: fully_shard(nn.LazyLinear(2))),
+        (NotImplementedError, "module.compile", lambda: fully_shard(compiled)),
         (ValueError, "scalar parameters", lambda: fully_shard(Scalar())),
         (NotImplementedError, "non-contiguous", lambda: fully_shard(Strided())),
         (ValueError, "containers", lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)]))),

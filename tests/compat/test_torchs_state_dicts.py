@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor
 
+import fullshard as fs
 from fullshard.compat.errors import MisuseError
 from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from fullshard.compat.fsdp1 import always_wrap_policy
@@ -288,6 +289,13 @@ def read_beside_another(shard, _):
     state["net1.weight"].mul_(2)
     shown = nn.Module()
     shown.register_buffer("weight", part["weight"].full_tensor())
+    state["net1.weight"].mul_(2)
+    shown.register_buffer("norm", model.net1.weight.norm().detach())
+    state["net1.weight"].mul_(2)
+    shown.register_buffer("sum", model.net1.weight.sum().detach())
+    state["net1.weight"].mul_(2)
+    shown.register_buffer("whole", model.net1.weight.full_tensor().detach())
+    shown.register_buffer("again", part["weight"].full_tensor())  # read since the last step
     yield shown
 
 
@@ -316,9 +324,16 @@ def test_a_state_dict_that_is_written_is_the_weights_as_torchs_is(tmp_path):
 @on_ranks(2)
 def test_a_state_dict_and_weights_that_were_both_written_are_an_error():
     model, _, state = kept_run()
-    state["net1.weight"].zero_()
+    weight, rows = model.net1.weight, state["net1.weight"].to_local()
     with torch.no_grad():
-        model.net1.weight.mul_(2)
+        old = weight.data
+        rows.zero_()
+        for use in (weight.to_local, lambda: weight + 1, lambda: old + 1, lambda: weight.mul_(2)):
+            with pytest.raises(MisuseError, match=r"before (to_local|add|mul_) of this rank"):
+                use()
+        assert not weight.full_tensor().any()  # which loads it
+        weight.add_(2)
+    rows.fill_(3)
     for read in (state["net1.weight"].full_tensor, model.state_dict):
         with pytest.raises(MisuseError, match="it was not called before the weights changed"):
             read()
@@ -331,6 +346,13 @@ def states_of(model, optimizer, kept):
     for entry in kept.values():
         entry["exp_avg"].mul_(0.5)
         entry["step"].add_(1)
+    step(model, optimizer)
+    yield from optimizer.state_dict()["state"][0].values()
+    optimizer.load_state_dict(optimizer.state_dict())  # which they go on following
+    step(model, optimizer)
+    for entry in kept.values():
+        yield from entry.values()
+        entry["exp_avg"].mul_(0.5)
     step(model, optimizer)
     yield from optimizer.state_dict()["state"][0].values()
 
@@ -454,3 +476,19 @@ def test_a_script_module_is_no_obstacle():
         model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.ReLU()))
     state = fully_shard(model).state_dict()
     assert list(state) == ["0.weight", "0.bias"]
+
+
+@on_ranks(3)  # the last one has no row of these weights
+def test_a_checkpoint_is_read_into_rows_that_are_long_kept(tmp_path):
+    torch.manual_seed(0)
+    model = fully_shard(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 5)))
+    state = model.state_dict()
+    wanted = {name: value.full_tensor() for name, value in state.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=tmp_path)
+    model(torch.ones(1, 5)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    load(state, tmp_path)
+    whole = fs.full_state_dict(model, rank0_only=False)
+    torch.testing.assert_close(whole, wanted)

@@ -47,6 +47,7 @@ from fullshard.engine.model_spec import places_of
 from fullshard.engine.optimizers import WATCHED, loaded_state
 from fullshard.engine.owned import OwnedOptimizer
 from fullshard.engine.parameter import Guarded, ShardedParameter
+from fullshard.engine.record import BEFORE_READ
 from fullshard.planner.layout import clean_name
 
 
@@ -119,12 +120,13 @@ def state_dict(
             with torch.inference_mode(mode=False), torch.no_grad():  # rows count their versions
                 values = convert(engine, shards, wanted)
             if wanted.follow:
-                cells = {v.record.piece.name: rows.Cell.of(v, v, engine) for v in shards.values()}
-                named = {key: shards[key].record.piece.name for key in values}
-                given = rows.follow_weights(
-                    module, wanted.mesh, cells, {named[key]: values[key] for key in values}
-                )
-                values = {key: given[named[key]] for key in values}
+                owner = rows.Weights(module)
+                values = {
+                    key: rows.follow(owner, engine, shards[key], shards[key], value)
+                    if isinstance(value, DTensor)
+                    else value
+                    for key, value in values.items()
+                }
             shown.enter_context(_shown(module, {id(shards[key]): values[key] for key in values}))
 
         handle = module.register_state_dict_pre_hook(take)  # after the user's, which may write
@@ -512,8 +514,9 @@ def show_rows(module: nn.Module, when: Callable[[], bool] = always) -> None:
             setattr(param, _SHOWN, shown)
     if _listen not in WATCHED.callbacks:
         WATCHED.callbacks.append(_listen)
-        WATCHED.before_step.append(rows.before_step)
+        WATCHED.before_step.append(rows.settle)
         before_forward.append(rows.before_forward)
+        BEFORE_READ.append(rows.before_read)
     WATCHED.add(module)
 
 
@@ -536,11 +539,9 @@ def _give_rows(optimizer: Optimizer, state: States) -> States:
     """Converts states to DTensors of rows. A collective if there are any."""
     if AS_SHARDS.get():
         return state
-    rows.settle()
     result: dict[Any, Any] = dict(state["state"])
     engines: dict[_Shown, Engine | None] = {}
-    cells: dict[str, rows.Cell] = {}
-    values: dict[str, Any] = {}
+    owner = rows.States(optimizer)
     for number, param in _numbered(optimizer):
         shown: _Shown | None = getattr(param, _SHOWN, None)
         if shown is None or number not in result:
@@ -554,13 +555,9 @@ def _give_rows(optimizer: Optimizer, state: States) -> States:
             wanted = Wanted(StateDictType.SHARDED_STATE_DICT, follow=shown[1] is always)
             held = result[number]
             result[number] = {key: _convert(value, engine, wanted) for key, value in held.items()}
-            for key in held if wanted.follow else ():
-                if isinstance(held[key], Guarded):
-                    cells[f"{number}.{key}"] = rows.Cell.of(held[key], param, engine)
-                    values[f"{number}.{key}"] = result[number][key]
-    for name, value in rows.follow_states(optimizer, cells, values).items():
-        at, _, key = name.partition(".")
-        result[int(at)][key] = value
+            for key, value in result[number].items() if wanted.follow else ():
+                if isinstance(value, DTensor) and isinstance(held[key], Guarded):
+                    result[number][key] = rows.follow(owner, engine, held[key], param, value)
     return {**state, "state": result}
 
 
@@ -574,5 +571,9 @@ def _take_rows(optimizer: Optimizer, state: States) -> States:
     taken = {key: {n: plain[key, n] for n in values} for key, values in state["state"].items()}
     for key, values in taken.items():
         if key in param_of:
-            taken[key] = {name: _part(param_of[key], _whole(v)) for name, v in values.items()}
+            param = param_of[key]
+            taken[key] = {name: _part(param, _whole(v)) for name, v in values.items()}
+            for name, own in optimizer.state.get(param, {}).items():
+                if rows.shard_of(held.get((key, name))) is own:  # kept rows go on following it
+                    taken[key][name] = own.copy_(taken[key][name])
     return {**state, "state": taken}

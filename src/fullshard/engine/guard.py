@@ -74,6 +74,8 @@ multi_head_attention_forward matmul mm bmm addmm einsum __matmul__ __rmatmul__""
 _NUMBERS = "sum mean max min amax amin any all count_nonzero std var"
 # They return a view of the same elements.
 ALIASES = frozenset(["data", "detach", "view", "view_as", "reshape", "contiguous"])
+# They read no element; an alias is looked at when it is read itself.
+READ_NOTHING = ALIASES | {"zeros_like", "ones_like", "empty_like", "full_like"}
 _FUSED = "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"
 
 

@@ -45,6 +45,7 @@ import torch
 
 from fullshard.engine._torch_compat import foreach_norm, graph_task_id, no_guard
 from fullshard.engine.disk import Disk
+from fullshard.engine.record import before_read
 from fullshard.errors import EngineError
 from fullshard.planner.layout import clean_name
 from fullshard.planner.mesh import Mesh
@@ -236,6 +237,7 @@ class GradientNorms:
         """
         if order == 2.0 and self._valid_squares() is not None and all(map(self.knows, shards)):
             return self._squares_of(shards)
+        before_read(shards)
         powers = local_powers([shard.to_local() for shard in shards], order, self.device)
         if not any(shard.record.is_cut for shard in shards):
             return powers  # replicated: no communication needed
@@ -280,6 +282,7 @@ class GradientNorms:
             name: sum, mean, max, min, amax, amin, any, all, count_nonzero, std or var.
             correction: Subtracted from the count in std and var.
         """
+        before_read((shard,))
         local, record = shard.to_local(), shard.record
         count, what = math.prod(record.shape), f"{name} of {clean_name(record.piece.name)!r}"
         if name.endswith(("max", "min")):

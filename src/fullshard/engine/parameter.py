@@ -43,7 +43,7 @@ from fullshard.engine.norms import (
     by_model,
     norms_of,
 )
-from fullshard.engine.record import ShardRecord, change_memory, sharing_of
+from fullshard.engine.record import ShardRecord, before_read, change_memory, sharing_of
 from fullshard.errors import EngineError, ShardedTensorError
 from fullshard.planner.layout import clean_name
 
@@ -92,6 +92,7 @@ class Guarded:
         Gradients may be written through it. Writes to a parameter are not visible to ranks that
         share weights.
         """
+        before_read((self,), "to_local")
         with no_guard():
             return self.detach().as_subclass(torch.Tensor)  # type: ignore[attr-defined]
 
@@ -101,6 +102,7 @@ class Guarded:
         A backward through it raises an error, unless every rank stores the whole parameter.
         """
         if self.record.is_cut or self.record.cut is not None:
+            before_read((self,))
             _note_sources(self.record.norms, [self])
             whole = self.record.gather(self.to_local().reshape(-1)).view(self.record.shape_of(self))
             return _without_gradient(whole, self, "full_tensor")
@@ -287,6 +289,7 @@ def _shards(values: Any) -> Iterator[Any]:
 
 def _call_uncut(func: Any, name: str, arguments: Any, like: Any, rule: Rule) -> Any:
     """Call any function on shards of which no rank stores a part alone; the results are plain."""
+    before_read(arguments[0], name if rule is Rule.REFUSED else None)
     called = "__setitem__" if func is torch.Tensor.__setitem__ else name
     if _writes_a_graph(called, *arguments):
         return _differentiable(func, name, *arguments)
@@ -355,6 +358,7 @@ def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, A
         return like.as_state(like.new_state(kwargs.get("dtype") or like.dtype))
     operands = (*args, *kwargs.values()) if kwargs else args
     _refuse_other_ranges(name, like, operands)
+    before_read(operands, name)
     if _writes_a_graph(name, args, kwargs):
         if like.record.is_cut:
             raise refusal(name, like, Rule.AUTOGRAD)
@@ -628,11 +632,8 @@ def _norm(_func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -
     order = kwargs.get("ord", kwargs.get("p", args[1] if len(args) > 1 else None))
     extra = set(kwargs) - {"ord", "p", "input", "x", "self"}
     is_matrix_norm = name == "linalg_norm" and order is not None
-    if (
-        len(args) > 2
-        or is_matrix_norm
-        or any(not (kwargs[key] is None or kwargs[key] is False) for key in extra)
-    ):
+    others = (kwargs[key] for key in extra)
+    if len(args) > 2 or is_matrix_norm or any(x is not None and x is not False for x in others):
         raise refusal(f"{name} along dimensions", like)
     order = norm_order(order)
     found = iter(norms_of([x for x in given if isinstance(x, Guarded)], order))

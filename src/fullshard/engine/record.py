@@ -25,13 +25,28 @@ import torch
 from torch import nn
 
 from fullshard.engine._torch_compat import no_guard
-from fullshard.engine.guard import misfit
+from fullshard.engine.guard import READ_NOTHING, misfit
 from fullshard.planner.layout import Slice, clean_name
 
 if TYPE_CHECKING:
     from fullshard.engine.cuts import Cut
     from fullshard.engine.homes import Residence
     from fullshard.engine.norms import GradientNorms
+
+
+BEFORE_READ: list[Callable[[Any, str | None], None]] = []
+
+
+def before_read(values: Any = (), name: str | None = None) -> None:
+    """Call what brings shards up to date (`BEFORE_READ`), before they are read or written.
+
+    Args:
+        values: Operands that contain the shards; () for all weights.
+        name: The function that reads them if each rank may call it alone; None: all ranks call it.
+    """
+    if name not in READ_NOTHING:
+        for call in BEFORE_READ:
+            call(values, name)
 
 
 @dataclass(eq=False, slots=True)

@@ -35,6 +35,7 @@ from fullshard.engine.norms import Count, sample_hash
 from fullshard.engine.owned import OwnedOptimizer, owns_states
 from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.engine.placing import shard_shape
+from fullshard.engine.record import before_read
 from fullshard.engine.unit import Member, Unit, alive
 from fullshard.errors import CheckpointError, EngineError, ShardedTensorError
 
@@ -319,6 +320,7 @@ def model_tensors(model: nn.Module) -> list[LocalPart]:
     if engine.unsharded:
         raise EngineError("saving inside fs.unsharded: expected shards. Save outside of the block.")
     engine.check_params()
+    before_read()
     parts: list[LocalPart] = []
     for member in engine.members:
         piece = member.piece

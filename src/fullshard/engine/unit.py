@@ -28,6 +28,7 @@ from fullshard.engine.cuts import Cut
 from fullshard.engine.disk import Disk
 from fullshard.engine.norms import Count
 from fullshard.engine.parameter import Guarded, ShardedGradient
+from fullshard.engine.record import before_read
 from fullshard.errors import EngineError
 from fullshard.planner.layout import FlatLayout, Slice, clean_name
 from fullshard.planner.units import GroupPlan, UnitPlan
@@ -283,6 +284,7 @@ class Group:
 
     def gather_master(self) -> torch.Tensor:
         """(numel,), master dtype: the whole flat buffer, newly allocated. A collective."""
+        before_read()
         layout = self.plan.layout
         self.unit.compare(self.members[0].param, self.unit.plan.title)
         full = torch.empty(layout.numel, dtype=self.master.dtype, device=self.full.device)

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fullshard.compat import rows, state_dicts
@@ -287,6 +288,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Keeps the objects of parameters on meta, so that ties and optimizers stay right."""
         _close_open(self)
+        rows.settle()
         tables = [module._parameters for module in self.modules()]
         entries = [(at, name, param) for at in tables for name, param in at.items()]
         places = [(at, name, p) for at, name, p in entries if p is not None and p.is_meta]
@@ -479,25 +481,38 @@ def _check_module(module: Any, ignored: set[int]) -> None:
             f"following APIs have already been applied to the following module: "
             f"['fully_shard']\n{module}"
         )
+    if hasattr(module, "_orig_mod"):
+        raise NotOfferedError(
+            "fully_shard: expected a module that torch.compile(module) has not wrapped; got "
+            f"{type(module).__name__}. Call module.compile() instead, or compile it afterwards."
+        )
     check_unsharded(module)
     for name, param in module.named_parameters():
-        if id(param) in ignored or isinstance(param, ShardedParameter):
-            continue
-        if isinstance(param, DTensor):
-            raise NotOfferedError(
-                f"{name}: expected a plain parameter; got a DTensor of {param.device_mesh}. Use "
-                "fullshard.shard, which combines with tensor parallelism."
-            )
-        if param.dim() == 0:
-            raise MisuseValueError(
-                "fully_shard doesn't support scalar parameters. "
-                f"Change {name} to a 1D tensor with numel equal to 1."
-            )
-        if not param.is_contiguous():
-            raise NotOfferedError(
-                f"FSDP does not support non-contiguous parameters yet: {name}, {param.shape=}, "
-                f"{param.stride()=}. Make it contiguous before, or pass it in ignored_params."
-            )
+        if id(param) not in ignored and not isinstance(param, ShardedParameter):
+            _check_param(name, param)
+
+
+def _check_param(name: str, param: nn.Parameter) -> None:
+    if is_lazy(param):
+        raise NotOfferedError(
+            f"{name}: expected a parameter with a shape; got a lazy one. Run the module once "
+            "before fully_shard."
+        )
+    if isinstance(param, DTensor):
+        raise NotOfferedError(
+            f"{name}: expected a plain parameter; got a DTensor of {param.device_mesh}. Use "
+            "fullshard.shard, which combines with tensor parallelism."
+        )
+    if param.dim() == 0:
+        raise MisuseValueError(
+            "fully_shard doesn't support scalar parameters. "
+            f"Change {name} to a 1D tensor with numel equal to 1."
+        )
+    if not param.is_contiguous():
+        raise NotOfferedError(
+            f"FSDP does not support non-contiguous parameters yet: {name}, {param.shape=}, "
+            f"{param.stride()=}. Make it contiguous before, or pass it in ignored_params."
+        )
 
 
 def _check_placements(
