@@ -83,11 +83,10 @@ class Member:
         self.is_large = self.numel > LARGE_NUMEL
 
     def bind(self, slot: torch.Tensor, *, trainable: bool) -> None:
-        """Make the compute parameter, a view of a (numel,) slot; one from another plan is kept.
+        """Make the compute parameter, a view of a (numel,) slot; keep one that a forward hooked.
 
         It is created empty and its `.data` is set. A parameter created *from* a slot view would
-        share the slot's version counter, and the first refill would be an autograd error. Users may
-        have hooked it in forward, so it stays as long as the model.
+        share the slot's version counter, and the first refill would be an autograd error.
         """
         view = self.view(slot)
         if type(self.compute) is not nn.Parameter:
@@ -240,7 +239,7 @@ class Group:
             self.gaps = [slot] if slot.nbytes < ZEROED_BYTES * len(gaps) else gaps
         is_whole = plan.layout.num_parts == 1 and not self.gathers
         for member in self.members:
-            if member.node is None or self.gathers:  # else `unbind` left it
+            if member.node is None or self.gathers:
                 member.bind(self.full, trainable=plan.trainable)
             member.target = None if self.grad_slot is None else member.view(self.grad_slot)
             compute = partial(_current, weakref.ref(member)) if is_whole else None
@@ -272,8 +271,7 @@ class Group:
         for member in self.members:
             member.target = None
             if self.gathers:
-                tensor = member.tensors()[-1]
-                DATA.__set__(tensor, tensor.new_empty(0))
+                DATA.__set__(member.tensors()[-1], self.full)
 
     def show_in(self, grads: GradientShard) -> None:
         """Make `p.grad` views of these gradients."""
