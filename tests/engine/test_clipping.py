@@ -93,8 +93,10 @@ def halve_by_hand(model):
 
 
 def halve_through_data(model):
-    for p in model.parameters():
-        if p.grad is not None:
+    for number, p in enumerate(model.parameters()):
+        if p.grad is not None and number % 2:
+            p.grad.set_(p.grad / 2 + 0.01)
+        elif p.grad is not None:
             p.grad.data = p.grad.data / 2
             p.grad.data.add_(0.01)
     return [total_norm_by_stacking(model), clip_norm(model)]

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 import fullshard as fs
 from fullshard.engine import unit
@@ -310,6 +311,30 @@ def views_of_weights_that_are_kept_over_steps(model, x):
     return square(model, x)
 
 
+class Hooked(Layer):
+    """Hooks its weight, and the node of its bias, in its first forward only."""
+
+    hooked = False
+
+    def forward(self, x):
+        if not self.hooked:
+            self.hooked = True
+            self.linear.weight.register_hook(lambda grad: 2 * grad)
+            self.node = get_gradient_edge(self.linear.bias).node
+            self.node.register_prehook(lambda grads: (3 * grads[0],))
+        return super().forward(x)
+
+
+class Backwards(Chain):
+    """Its first step learns another order of units than the plan's."""
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return self.head(x)
+
+
 # ---- units that are called without their root
 
 
@@ -435,6 +460,7 @@ PROGRAMS |= {
         "a branch in a worker thread": Branches,
         "views of outputs that are written in place": partial(WritesIntoViews, Turned),
         "recurrent layers": partial(Chain, Recurrent),
+        "weights hooked before the order is learned": partial(Backwards, Hooked),
     }.items()
 }
 

@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -147,6 +148,8 @@ def failed_loads():
     }
     texts = {name: error_of(partial(model.load_state_dict, case)) for name, case in cases.items()}
     texts["assign"] = error_of(partial(model.load_state_dict, state, assign=True))
+    with patch.object(torch.__future__, "get_swap_module_params_on_conversion", lambda: True):
+        texts["swap"] = error_of(partial(model.load_state_dict, state))
     assert same(fs.full_state_dict(model, rank0_only=False), before)
     result = model.load_state_dict(cases["missing"], strict=False)
     texts["not strict"] = str(result)

@@ -400,7 +400,7 @@ class Engine:
     def _switch_to(self, plan: Plan) -> None:
         """Use another plan of the same units and shards from the next forward on.
 
-        Units are bound to new slots, with new compute parameters. No live graph needs the old ones.
+        Compute parameters are bound to new slots. No live graph needs the old ones.
         """
         self.plan = plan
         for unit, unit_plan in zip(self.units, plan.units, strict=True):

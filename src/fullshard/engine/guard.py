@@ -121,6 +121,12 @@ def rule_of(function: Any) -> tuple[Rule, str]:
     return found
 
 
+def set_data(tensor: Any, source: Any) -> Any:
+    """`tensor.set_(source)`, for which torch calls no `__torch_function__`."""
+    tensor.data = source
+    return tensor
+
+
 def written_by(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
     """Returns the arguments that a function writes; `x *= 2` arrives as mul_."""
     if "out" in kwargs:

@@ -34,6 +34,7 @@ from fullshard.engine.guard import (
     other_range,
     refusal,
     rule_of,
+    set_data,
     written_by,
 )
 from fullshard.engine.norms import (
@@ -56,6 +57,7 @@ class Guarded:
     shares: Any = None  # see `Sharing`
     is_at_rest = False  # a parameter
     known: Known | None = None  # what cached norms determine about this mask or square
+    set_ = set_data
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -252,10 +254,9 @@ class ShardedParameter(Guarded, nn.Parameter, metaclass=_AtRest):
 
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:  # noqa: ARG002 torch's
         """Raises an error: the hook would receive one rank's unreduced gradient."""
-        name = clean_name(self.record.piece.name)
         raise ShardedTensorError(
-            f"register_hook on {name!r}: expected no hook, because it would see an unreduced "
-            "gradient. Use register_post_accumulate_grad_hook instead."
+            f"register_hook on {clean_name(self.record.piece.name)!r}: expected no hook, because "
+            "it would see an unreduced gradient. Use register_post_accumulate_grad_hook instead."
         )
 
 

@@ -79,10 +79,12 @@ def _slice_state(
     local_metadata: dict[str, Any],
     *strict_missing_unexpected_errors: Any,
 ) -> None:
-    if local_metadata.get("assign_to_params_buffers"):
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    if swaps or local_metadata.get("assign_to_params_buffers"):
+        option = "torch.__future__.set_swap_module_params_on_conversion" if swaps else "assign"
         raise ShardedTensorError(
-            "load_state_dict(assign=True): expected assign=False; assigning would replace the "
-            "shards by whole parameters. Leave assign out, so that every rank copies its part."
+            f"load_state_dict with {option}: expected False; got True, which would replace the "
+            "shards by whole parameters. Leave it out, so that every rank copies its part."
         )
     for name, member in members.items():
         key, record = prefix + name, member.param.record

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, increment_version
 
 from fullshard.engine._torch_compat import (
     local_tensor,
@@ -23,7 +23,7 @@ from fullshard.engine._torch_compat import (
     storage_use_count,
     will_execute,
 )
-from fullshard.engine.computed import Computed, Released, gather_piece, kept_tensors, released
+from fullshard.engine.computed import DATA, Computed, Released, gather_piece, kept_tensors, released
 from fullshard.engine.cuts import Cut
 from fullshard.engine.disk import Disk
 from fullshard.engine.norms import Count
@@ -84,12 +84,16 @@ class Member:
         self.is_large = self.numel > LARGE_NUMEL
 
     def bind(self, slot: torch.Tensor, *, trainable: bool) -> None:
-        """Make the compute parameter, a view of a (numel,) slot.
+        """Make the compute parameter, a view of a (numel,) slot; keep one that a forward hooked.
 
         It is created empty and its `.data` is set. A parameter created *from* a slot view would
         share the slot's version counter, and the first refill would be an autograd error.
         """
         view = self.view(slot)
+        if type(self.compute) is not nn.Parameter:
+            DATA.__set__(self.tensors()[-1], view)
+            increment_version(self.tensors())  # graphs may have used its other slot
+            return
         compute = view.new_empty(0)
         if self.cut is not None:
             compute = self.cut.show(view.new_empty(1).expand(view.shape))
@@ -236,7 +240,7 @@ class Group:
             self.gaps = [slot] if slot.nbytes < ZEROED_BYTES * len(gaps) else gaps
         is_whole = plan.layout.num_parts == 1 and not self.gathers
         for member in self.members:
-            if member.node is None:  # else `unbind` left it
+            if member.node is None or self.gathers:
                 member.bind(self.full, trainable=plan.trainable)
             member.target = None if self.grad_slot is None else member.view(self.grad_slot)
             compute = partial(_current, weakref.ref(member)) if is_whole else None
@@ -267,8 +271,8 @@ class Group:
         self.grad_slot, self.cast, self.gaps = None, None, []
         for member in self.members:
             member.target = None
-            if self.gathers:  # graphs may have used the others
-                member.compute, member.node = nn.Parameter(torch.empty(0)), None
+            if self.gathers:
+                DATA.__set__(member.tensors()[-1], self.full)
 
     def show_in(self, grads: GradientShard) -> None:
         """Make `p.grad` views of these gradients."""
@@ -364,6 +368,11 @@ class Versions:
                 tensor = weak()
                 if tensor is not None:
                     tensor.__class__ = kinds[is_open]
+
+    def release(self) -> None:
+        """Let the compute parameters get other slots; kept views of these stay refused."""
+        self._views.clear()
+        self.mark(is_open=True)
 
     def add(self, views: Sequence[torch.Tensor], unit: Any) -> None:
         """Refuse reads of these views of the unit's slots, too. See [Note: kept views]."""
@@ -603,6 +612,7 @@ class Unit:
 
     def unbind(self) -> None:
         """Drop all views of slots."""
+        self.versions.release()
         self.entries, self._bound, self.versions = [], [], Versions()
         for group in self.groups:
             group.unbind()
@@ -610,7 +620,6 @@ class Unit:
     def bind(self, rings: Rings, on_gradient: Callable[[Member], None]) -> None:
         """Point the compute parameters at their slot, and hook their gradients."""
         self.on_gradient = on_gradient
-        self.versions.mark(is_open=True)  # tensors that are bound again have their own class
         for group in self.groups:
             group.bind(rings, self.shard_index)
         self.entries = [
