@@ -17,6 +17,7 @@ from fullshard.config.values import nearest
 from fullshard.data.arrays import sample_of
 from fullshard.engine.hugging_face import build, last_line, num_ids, read_config, read_model
 from fullshard.errors import ConfigError
+from fullshard.planner.spec import check_trains
 
 if TYPE_CHECKING:
     import torch
@@ -237,11 +238,7 @@ def freeze(model: nn.Module, globs: Sequence[str]) -> int:
         if any(fnmatch.fnmatchcase(name, glob) for glob in globs):
             parameter.requires_grad_(False)
             frozen += 1
-    if frozen == len(names):
-        raise ConfigError(
-            f"freeze: expected globs that leave something to train, got {list(globs)}, which "
-            f"freeze all {frozen} parameters. Freeze fewer."
-        )
+    check_trains(globs, len(names) - frozen)
     return frozen
 
 
