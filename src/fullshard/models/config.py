@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fullshard.checkpoint.format import COMPLETE
 from fullshard.config.regular_files import did_you_mean_path
 from fullshard.config.schema import ModelConfig
 from fullshard.config.values import nearest
@@ -156,6 +157,15 @@ def check_model_folder(folder: Path, key: str = "model.name_or_path") -> None:
         raise ConfigError(
             f"{key}: expected a Hugging Face model folder, got '{folder}' without config.json. Set "
             "the folder that contains config.json and the weights."
+        )
+
+
+def check_no_checkpoint(folder: Path, key: str) -> None:
+    """Raises ConfigError for a checkpoint of ours, which has a config.json and no weights of it."""
+    if (folder / COMPLETE).is_file():
+        raise ConfigError(
+            f"{key}: expected a Hugging Face model folder, got the checkpoint '{folder}'. Convert "
+            f"it with `fullshard ckpt export {folder} MODEL`, and set MODEL."
         )
 
 
