@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fullshard.checkpoint.format import AVERAGE, OWN, Kind, StoredTensor, key_of
+from fullshard.checkpoint.format import ADAPTED, AVERAGE, OWN, Kind, StoredTensor, key_of
 from fullshard.checkpoint.read import Checkpoint, choose
 from fullshard.checkpoint.retain import Found, candidates
 from fullshard.config.values import nearest
@@ -201,7 +201,9 @@ def _keys_of(checkpoint: Checkpoint, wanted: list[LocalPart]) -> list[str]:
         name = part.names[0]
         key = checkpoint.index.find(Kind.MODEL, name)
         if key is None:
-            hint = f" Did you mean {close}?" if (close := nearest(name, saved)) else ""
+            hint = f" Did you mean {close}?" if (close := nearest(name, saved) or "") else ""
+            if (ADAPTED in close) != (ADAPTED in name):
+                hint = " One of the two has the adapters of lora, the other has none."
             raise CheckpointError(
                 f"checkpoint '{checkpoint.path}': expected {name} of shape {part.shape}; the "
                 f"checkpoint has no such tensor.{hint} Build the model that was saved."

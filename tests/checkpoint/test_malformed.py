@@ -309,6 +309,7 @@ def test_a_crafted_newest_checkpoint_does_not_stop_one_that_is_good(seeds, tmp_p
             ("index.json", '{"world_size": 1, "files": ["../x"], "tied": {}, "tensors": {}}'),
             ("state.json", '{"step": 99, "world_size": 1, "extra": [], "state": []}'),
             ("state.json", "null"),
+            ("state.json", '{"step": 7, "extra": {}, "state": {}, "optimizer": {}}'),
         ],
         start=8,
     ):

@@ -176,3 +176,15 @@ def on_a_full_disk(folder):
 def test_a_rank_that_cannot_write_is_heard_by_all(ranks, tmp_path):
     said = ranks(2)(on_a_full_disk, tmp_path)
     assert all("File too large" in text for text in said), said
+
+
+def test_checkpoint_with_adapters_is_named_by_readers_of_other_models(tmp_path, fullshard):
+    config, _, model = made("untied llama")
+    config.save_pretrained(tmp_path / "config")
+    add_adapters(model, LoraConfig(r=2))
+    fs.save(tmp_path / "saved", fs.shard(model), optimizer=None)
+    with pytest.raises(CheckpointError, match="has the adapters of lora, the other has none"):
+        fs.load(tmp_path / "saved", fs.shard(made("untied llama")[2]), optimizer=None)
+    words = tmp_path / "saved", tmp_path / "out", "--config", tmp_path / "config"
+    said = fullshard("ckpt", "export", *words, code=7).err
+    assert "use model/ or adapter/ of the finished run with lora" in said

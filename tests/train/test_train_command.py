@@ -236,6 +236,14 @@ def test_generate_goes_on_from_every_prompt_of_a_file_as_from_each_alone(
     assert together == samples("--prompts", tmp_path / "prompts.jsonl", "--top-k", 1)
 
 
+def test_checkpoint_in_place_of_a_model_folder_is_named(two_ranks, fullshard):
+    checkpoint = sorted((two_ranks.folder / "checkpoints").iterdir())[-1]
+    said = f"expected a Hugging Face model folder, got the checkpoint '{checkpoint}'"
+    assert f"FOLDER: {said}" in fullshard("generate", checkpoint, code=2).err
+    done = fullshard("train", f"model={checkpoint}", "--dry-run", code=2)
+    assert f"model.name_or_path: {said}" in done.err
+
+
 def test_generate_on_ranks_that_share_the_model_writes_the_same(two_ranks, fullshard):
     words = ("--prompt", "Ada has", "--max-new-tokens", 9, "--top-k", 5, "--seed", 3)
     alone = fullshard("generate", two_ranks.folder, *words)

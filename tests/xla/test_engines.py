@@ -121,6 +121,14 @@ def test_a_setting_with_which_jax_cannot_train_is_named(name, value):
     assert f"ConfigError: {name}: expected" in done.stderr
 
 
+@pytest.mark.short(1)
+def test_plan_names_a_platform_that_jax_cannot_use():
+    model = "model.config={model_type: llama, hidden_size: 8, num_attention_heads: 2}"
+    words = "-m", "fullshard", "plan", "backend=jax", model, "launch.num_processes=1"
+    done = python(*words, env=os.environ | {"JAX_PLATFORMS": "nope"}, code=2)
+    assert done.stderr.startswith("ConfigError: JAX_PLATFORMS: expected")
+
+
 def test_a_platform_that_nobody_named_is_not_blamed_on_a_variable():
     words = "import jax; from fullshard.xla.processes import join; "
     words += "jax.config.update('jax_platforms', None); "

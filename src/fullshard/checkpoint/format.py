@@ -51,6 +51,7 @@ COMPLETE, INDEX, STATE, PLAN, CONFIG = (
 SAVING, OLD, NOTES = "saving", "old", "notes"  # hidden folders next to a checkpoint
 FILES = "files"  # folder in a checkpoint of a store
 AVERAGE = "ema"  # optimizer state of a parameter: the average of its values
+ADAPTED = ".base_layer."  # in the names of weights with adapters, as peft names them
 OWN = "$rank"  # marks values that differ between ranks
 
 ITEMSIZE = {

@@ -316,7 +316,9 @@ def read_tables(found: Found) -> tuple[Index, dict[str, Any]]:
         if not named <= manifest.files.keys():
             raise ValueError(f"{INDEX} names {min(named - manifest.files.keys())}, which it lacks")
         state: dict[str, Any] = json.loads(_read_text(path, STATE, manifest))
-        optimizer: Any = state.get("optimizer") or {"class": "", "groups": [], "scalars": {}}
+        optimizer: Any = state.get("optimizer")
+        if optimizer is None:
+            optimizer = {"class": "", "groups": [], "scalars": {}}
         tables: list[Any] = [state["state"], state["extra"]]
         tables += [optimizer["groups"], optimizer["scalars"]]
         kinds = ((dict,), (dict,), (list, dict), (dict,))

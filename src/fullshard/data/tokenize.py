@@ -534,7 +534,8 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
     if vocab_size < SMALLEST_VOCABULARY:
         raise ConfigError(
             f"model.config.vocab_size: expected at least {SMALLEST_VOCABULARY} (256 bytes and one "
-            f"special token) for a tokenizer trained on the data, got {vocab_size}."
+            f"special token) for a tokenizer trained on the data, got {vocab_size}. Raise "
+            "it, and data.vocab_size if set."
         )
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.files import TensorFile, sync_folder, write_tensors, write_text
+from fullshard.checkpoint.format import ADAPTED
 from fullshard.config.regular_files import read_regular
 from fullshard.config.values import DType, nearest, parse
 from fullshard.engine.engine import Engine
@@ -503,12 +504,14 @@ def _as_the_model_has(source: Source, shell: nn.Module) -> tuple[dict[str, Entry
             continue
         entry = source.tensors.get(name) or source.tensors.get(source.tied.get(name, name))
         if entry is None or entry.shape != tuple(value.shape):
-            close = nearest(name, sorted({*source.tensors} - {*shell.state_dict()}))
+            close = nearest(name, sorted({*source.tensors} - {*shell.state_dict()})) or ""
             got = entry.shape if entry else f"none{f', but {close}' if close else ''}"
+            cure = "Copy all of its files, or pass its configuration's folder: --config FOLDER."
+            if ADAPTED in close:
+                cure = "It has adapters: use model/ or adapter/ of the finished run with lora."
             raise CheckpointError(
                 f"export: expected {name} of shape {tuple(value.shape)}, as the model of {CONFIG} "
-                f"has it; {source.what} has {got}. Copy all files of the model, or pass the folder "
-                "with its configuration: --config FOLDER."
+                f"has it; {source.what} has {got}. {cure}"
             )
         found[name] = entry
     every = set(found)

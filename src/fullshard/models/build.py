@@ -27,6 +27,7 @@ from fullshard.formats.hugging_face import export_together, live_source
 from fullshard.formats.source import IN_RUN, whole_or_nothing
 from fullshard.models.config import (
     build_model,
+    check_no_checkpoint,
     check_vocabulary,
     config_from_folder,
     config_from_settings,
@@ -251,6 +252,7 @@ def check_weights(config: RunConfig) -> None:
 
 
 def _check_folder(config: PretrainedConfig, folder: Path, section: str) -> None:
+    check_no_checkpoint(folder, f"{section}.name_or_path")
     if getattr(config, "quantization_config", None):
         raise ConfigError(
             f"{section}.name_or_path: expected weights that are not quantized, got "

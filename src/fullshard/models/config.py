@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fullshard.checkpoint.format import COMPLETE
 from fullshard.config.regular_files import did_you_mean_path
 from fullshard.config.schema import ModelConfig
 from fullshard.config.values import nearest
 from fullshard.data.arrays import sample_of
 from fullshard.engine.hugging_face import build, last_line, num_ids, read_config, read_model
 from fullshard.errors import ConfigError
+from fullshard.planner.spec import check_trains
 
 if TYPE_CHECKING:
     import torch
@@ -158,6 +160,15 @@ def check_model_folder(folder: Path, key: str = "model.name_or_path") -> None:
         )
 
 
+def check_no_checkpoint(folder: Path, key: str) -> None:
+    """Raises ConfigError for a checkpoint of ours, which has a config.json and no weights of it."""
+    if (folder / COMPLETE).is_file():
+        raise ConfigError(
+            f"{key}: expected a Hugging Face model folder, got the checkpoint '{folder}'. Convert "
+            f"it with `fullshard ckpt export {folder} MODEL`, and set MODEL."
+        )
+
+
 def sample_of_model(model: ModelConfig | None) -> str | None:
     """Checksum of a sample of a folder's weights and its config.json; None if it has none."""
     folder = Path((model and model.name_or_path) or os.devnull)
@@ -237,11 +248,7 @@ def freeze(model: nn.Module, globs: Sequence[str]) -> int:
         if any(fnmatch.fnmatchcase(name, glob) for glob in globs):
             parameter.requires_grad_(False)
             frozen += 1
-    if frozen == len(names):
-        raise ConfigError(
-            f"freeze: expected globs that leave something to train, got {list(globs)}, which "
-            f"freeze all {frozen} parameters. Freeze fewer."
-        )
+    check_trains(globs, len(names) - frozen)
     return frozen
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from fullshard.config.problems import show
 from fullshard.errors import ConfigError, DivergedError, printable
-from fullshard.models.config import check_model_folder, num_positions
+from fullshard.models.config import check_model_folder, check_no_checkpoint, num_positions
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +103,7 @@ def model_folder_of(folder: Path) -> Path:
                 logger.warning(warning, folder / "model", made, folder)
         return folder / "model"
     check_model_folder(folder, "FOLDER")
+    check_no_checkpoint(folder, "FOLDER")
     return folder
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.checkpoint.format import ADAPTED
 from fullshard.config.schema import LoraConfig
 from fullshard.engine.folder import FolderWeights
 from fullshard.errors import ConfigError
@@ -28,7 +29,7 @@ from fullshard.formats.source import Entry, Source
 
 ADAPTER = "default"
 PROJECTION = "distill_projection"  # module of a student whose width differs from its teacher's
-_A, _B, _BASE = ".lora_A.", ".lora_B.", ".base_layer."
+_A, _B, _BASE = ".lora_A.", ".lora_B.", ADAPTED
 
 
 def peft_config(lora: LoraConfig, base: Path | None = None) -> Any:

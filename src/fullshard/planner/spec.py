@@ -125,6 +125,15 @@ def check_globs(key: str, globs: Iterable[str], names: Sequence[str], what: str)
             )
 
 
+def check_trains(freeze: Sequence[str], num_trained: int) -> None:
+    """Raises ConfigError if globs of frozen parameters leave nothing to train."""
+    if not num_trained:
+        raise ConfigError(
+            f"freeze: expected globs that leave something to train, got {list(freeze)}, which "
+            "freeze all parameters. Freeze fewer."
+        )
+
+
 def matches(param_name: str, globs: tuple[str, ...]) -> bool:
     """Whether a glob matches this parameter or a module above it."""
     path = param_name

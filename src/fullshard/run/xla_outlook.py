@@ -29,6 +29,7 @@ from fullshard.xla.decoder import DecoderConfig, plan_table, planned
 from fullshard.xla.loss import Decoder, next_token
 from fullshard.xla.opt_state import trained
 from fullshard.xla.plan import Tree, mesh_for
+from fullshard.xla.processes import num_devices
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -118,6 +119,7 @@ def look(
 
         return trace_step(placed, reading, _batch(training, num_batches), num_micro_batches)
 
+    num_devices()  # tracing asks jax for its platform
     with jax.enable_x64(config.sharding.master_dtype is DType.FLOAT64):  # as on the ranks
         kept, whole = traced(table), traced(replace(table, recompute=Recompute(RecomputeKind.NONE)))
     table = table.with_traced(num_micro_batches, kept.collectives)

@@ -13,7 +13,6 @@ Nothing is written outside a temporary folder.
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import math
 import subprocess
 import sys
@@ -151,13 +150,17 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
     check_supported(config.sharding.without("context"))  # the rest of it does not matter here
     notes = list(left_out(config))
     model_config = model_config_of(config, fault, notes)
+    _check_names(config, model_config)
     if config.sharding.context > 1:
         check_context(build_on_meta(model_config), config.sharding)
     sharding, world_size = _fit_ranks(config, notes)
     small, model = _shrink(model_config, sharding, world_size, notes)
     check_context(model, ShardConfig.of(sharding), NUM_TOKENS)
-    frozen = _freeze(config, model, model_config, len(small.layers), notes)
+    frozen = _freeze(config, model, len(small.layers), notes)
     sharding["ignore"] = ()
+    modules, globs = [name for name, _ in model.named_modules()], config.sharding.fp32_modules
+    depth = len(small.layers)
+    sharding["fp32_modules"] = _fitted("sharding.fp32_modules", globs, modules, depth, notes)
     exact = EXACT
     if logits_of(model).dtype is not torch.float64:
         exact = SINGLE
@@ -269,28 +272,37 @@ def _shrink(
     return small, model
 
 
+def _check_names(config: RunConfig, full: PretrainedConfig) -> None:
+    """Raises ConfigError if a glob matches nothing in the user's model, as a run does."""
+    sharding = config.sharding
+    keys = ("ignore", "fp32_modules")
+    if config.freeze or any(getattr(sharding, key) for key in keys):
+        model = build_on_meta(full)
+        freeze(model, config.freeze)
+        fs.plan(model, {key: getattr(sharding, key) for key in keys}, world_size=1)
+
+
+def _fitted(
+    key: str, globs: Sequence[str], names: Sequence[str], num_layers: int, notes: list[str]
+) -> tuple[str, ...]:
+    """The globs of a key that match names of the small model; notes the others."""
+    fitted = dict(zip(globs, fit_globs(globs, num_layers), strict=True))
+    lost = [asked for asked, glob in fitted.items() if not any(matches(n, (glob,)) for n in names)]
+    notes += [f"{key}: {asked} matches nothing in the small model." for asked in lost]
+    return tuple(glob for asked, glob in fitted.items() if asked not in lost)
+
+
 def _freeze(
-    config: RunConfig,
-    model: nn.Module,
-    full: PretrainedConfig,
-    num_layers: int,
-    notes: list[str],
+    config: RunConfig, model: nn.Module, num_layers: int, notes: list[str]
 ) -> tuple[str, ...]:
     """Names of the parameters that are not trained: frozen and ignored ones."""
     names = [name for name, _ in model.named_parameters()]
-    globs = []
-    for asked, glob in zip(config.freeze, fit_globs(config.freeze, num_layers), strict=True):
-        if fnmatch.filter(names, glob):
-            globs.append(glob)
-        else:
-            freeze(build_on_meta(full), [asked])  # an error where it never matched anything
-            notes.append(f"freeze: {asked} matches nothing in the small model.")
-    freeze(model, globs)
-    ignored = fit_globs(config.sharding.ignore, num_layers)
+    freeze(model, _fitted("freeze", config.freeze, names, num_layers, notes))
+    ignored = _fitted("sharding.ignore", config.sharding.ignore, names, num_layers, notes)
     for name, param in model.named_parameters():
         if matches(name, ignored):
             param.requires_grad_(False)
-    if any(matches(name, ignored) for name in names):
+    if ignored:
         notes.append("Ignored parameters are frozen, because nothing reduces their gradients.")
     frozen = tuple(name for name, param in model.named_parameters() if not param.requires_grad)
     check_trains(model, frozen)

@@ -50,17 +50,26 @@ def join(rank: int, world_size: int, publish: Callable[[], str], *, wide: bool =
         # is awaited before the next starts.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
         jax.distributed.initialize(publish(), world_size, rank)
-    expected = "a platform with a device that jax can use here"
-    asked = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
-    key = "JAX_PLATFORMS" if asked else "backend"
-    advice = "Unset it, or set another." if asked else "Use backend: torch, or mend jax."
-    with untrusted(key, expected, ConfigError, advice):
-        count = jax.device_count()
+    count = num_devices()
     if count != world_size:
         raise ConfigError(
             f"launch.num_processes: expected one process per device; got {world_size} processes "
             f"and {count} devices. Set it to {count}, or hide devices."
         )
+
+
+def num_devices() -> int:
+    """Number of devices of all processes.
+
+    Raises:
+        ConfigError: jax can use no platform here, or not the one that a variable asks for.
+    """
+    expected = "a platform with a device that jax can use here"
+    asked = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    key = "JAX_PLATFORMS" if asked else "backend"
+    advice = "Unset it, or set another." if asked else "Use backend: torch, or mend jax."
+    with untrusted(key, expected, ConfigError, advice):
+        return jax.device_count()
 
 
 def connect(mesh: Mesh) -> None:
