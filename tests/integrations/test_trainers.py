@@ -3,15 +3,19 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import DistributedType
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainingArguments
 
+from fullshard.config.environment import LaunchEnvironment, Launcher
+from fullshard.config.sharding import ShardConfig
 from fullshard.config.values import DType, Strategy
 from fullshard.errors import ConfigError
-from fullshard.integrations.accelerator import sharding_of
+from fullshard.integrations.accelerator import ShardedAccelerator, sharding_in, sharding_of
 from support import forked
 from support.processes import python
 
@@ -157,3 +161,42 @@ def test_a_misspelt_key_of_fsdp_config_is_an_error(tmp_path):
     given = arguments(tmp_path, fsdp=True, fsdp_config={"reshard_after_foward": True})
     with pytest.raises(ConfigError, match=r"Did you mean.*reshard_after_forward"):
         sharding_of(given)
+
+
+@pytest.fixture
+def launched_with(monkeypatch, tmp_path):
+    """Makes this process rank 0 of two under `fullshard launch --config_file`, with this text."""
+
+    def launched_with(text):
+        file = tmp_path / "file.yaml"
+        file.write_text(text)
+        here = LaunchEnvironment(Launcher.FULLSHARD, 0, 2, 0, 2, config_file=file)
+        for name, value in here.to_variables().items():
+            monkeypatch.setenv(name, value)
+
+    return launched_with
+
+
+def test_a_precision_that_the_script_gives_replaces_that_of_the_file(launched_with):
+    launched_with("distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config: {}\n")
+    assert sharding_in("no").param_dtype is None
+    assert sharding_in("fp16").param_dtype is DType.FLOAT16
+
+
+def test_accumulation_that_differs_from_the_file_is_an_error(launched_with, tmp_path):
+    given = arguments(tmp_path)
+    launched_with("zero_optimization: {stage: 2}\ngradient_accumulation_steps: 3\n")
+    with pytest.raises(ConfigError, match=r"expected 3, as in .*file.yaml:2; got 1"):
+        sharding_of(given)
+
+
+@pytest.mark.parametrize("plugin", ["", "ACCELERATE_USE_FSDP"])
+def test_an_accelerator_whose_ranks_would_train_alone_or_shard_is_refused(
+    launched_with, monkeypatch, plugin
+):
+    launched_with("distributed_type: FSDP\nfsdp_config: {}\n")
+    known = SimpleNamespace(distributed_type=DistributedType.NO, num_processes=2 if plugin else 1)
+    if plugin:
+        monkeypatch.setenv(plugin, "true")
+    with pytest.raises(ConfigError, match=plugin or "each would train alone"):
+        ShardedAccelerator.taking_over(known, ShardConfig())

@@ -381,3 +381,19 @@ def test_a_signal_that_comes_again_and_again_ends_a_run_like_one(name, code, tmp
     assert record["status"] == "interrupted"
     assert "Traceback" not in err
     assert re.search(r"(Interrupted|Stopped)\. (No|The last) (saved )?step", err), err
+
+
+def test_settings_of_the_file_reach_the_script_or_are_named(launch, tmp_path):
+    file = tmp_path / "ds.yaml"
+    file.write_text(
+        "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n"
+        "  gradient_accumulation_steps: 3\n  gradient_clipping: 0.1\n  zero_stage: 0\n"
+    )
+    text = """
+import os
+print(*(os.environ[f"ACCELERATE_{name}"] for name in
+        ("USE_CPU", "MIXED_PRECISION", "GRADIENT_ACCUMULATION_STEPS")))
+"""
+    out, _ = launch(text, "--config_file", str(file), "--nproc-per-node", "1").communicate()
+    assert "true bf16 3\n" in out
+    assert "gradient_clipping: no effect on a script" in out

@@ -19,8 +19,11 @@ from fullshard.config.regular_files import did_you_mean_path
 from fullshard.errors import ConfigError, untrusted
 
 if TYPE_CHECKING:
+    from fullshard.config.load import Resolved
     from fullshard.config.schema import LaunchConfig
     from fullshard.launch.spawn import LocalLaunch
+
+_ACCUMULATE = "training.gradient_accumulation_steps"
 
 app = typer.Typer()
 
@@ -92,7 +95,13 @@ def launch(  # noqa: PLR0913  (one parameter an option)
         "nproc_per_node": _ranks_here(nproc_per_node),
         "timeout": timeout,
     }
-    place = _placed(config_file, {k: value for k, value in flags.items() if value is not None})
+    resolved = None
+    if config_file is not None:
+        from fullshard.config.load import load_config
+
+        resolved = load_config(config_file, needs_model=False)
+    given = {k: value for k, value in flags.items() if value is not None}
+    place = _placed(resolved.config.launch if resolved else None, given)
     _check_address(place)
     world = place.world_size or place.num_machines * (num_visible_accelerators() or 2)
     order = LocalLaunch(
@@ -103,7 +112,10 @@ def launch(  # noqa: PLR0913  (one parameter an option)
         stuck_s=place.timeout,
         machines=place,
         config_file=config_file and config_file.absolute(),
+        variables=_for_accelerate(resolved),
     )
+    if resolved and not module:
+        _say_idle(resolved)
     if dry_run:
         ranks = f"ranks {order.ranks[0]} to {order.ranks[-1]} of {order.world_size}"
         print(f"would run {shlex.join([script, *order.args])} as {ranks}, logs in {log_dir}")
@@ -171,19 +183,42 @@ def _check_script(script: str, *, module: bool) -> None:
         )
 
 
-def _placed(config_file: Path | None, flags: dict[str, object]) -> LaunchConfig:
+def _for_accelerate(resolved: Resolved | None) -> dict[str, str]:
+    """The variables by which `accelerate launch` passes its file's settings to a script."""
+    from fullshard.launch.machine import num_visible_accelerators
+
+    variables = {} if num_visible_accelerators() else {"ACCELERATE_USE_CPU": "true"}
+    if resolved is not None:
+        config = resolved.config
+        dtype = {"bfloat16": "bf16", "float16": "fp16"}.get(config.sharding.param_dtype or "", "no")
+        variables["ACCELERATE_MIXED_PRECISION"] = dtype
+        if resolved.origins[_ACCUMULATE].written:
+            steps = str(config.training.gradient_accumulation_steps)
+            variables["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = steps
+    return variables
+
+
+def _say_idle(resolved: Resolved) -> None:
+    """Prints the keys of the file that only the commands of fullshard read."""
+    keys = (key for key in resolved.origins if key.startswith("training.") and key != _ACCUMULATE)
+    if idle := [origin for key in keys if (origin := resolved.origins[key]).written]:
+        print(
+            f"--config_file {idle[0].file}: {', '.join(o.written for o in idle)}: no effect on a "
+            "script, which sets these itself; `fullshard train` reads them."
+        )
+
+
+def _placed(file: LaunchConfig | None, flags: dict[str, object]) -> LaunchConfig:
     """The launch section of the file, overridden by the given flags.
 
     The whole file is checked before any process starts. torchrun's `--nnodes 1:4`, which would
     change the number of ranks during a run, is refused.
     """
-    from fullshard.config.load import load_config
     from fullshard.config.problems import ConfigProblems
     from fullshard.config.schema import LaunchConfig
 
     kept = {}
-    if config_file is not None:
-        file = load_config(config_file, needs_model=False).config.launch
+    if file is not None:
         kept = {name: getattr(file, name) for name in file.model_fields_set}
     if flags.keys() & {"num_processes", "nproc_per_node"}:
         kept = kept | {"num_processes": None, "nproc_per_node": None}

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import fullshard as fs
-from fullshard.config.environment import read_launch_environment
+from fullshard.config.environment import read_launch_environment, settings_of_accelerate
 from fullshard.config.files import File, parse_text
 from fullshard.config.load import load_config
 from fullshard.config.sharding import ShardConfig
@@ -48,16 +48,13 @@ class ShardedAccelerator(Accelerator):
 
     def __init__(self, *args: Any, sharding: ShardConfig | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.distributed_type not in (DistributedType.NO, *_DATA_PARALLEL):
-            raise ConfigError(
-                "Accelerator: expected only data parallelism, because fullshard shards; got "
-                f"{self.distributed_type}. Remove its plugin; use fullshard launch or torchrun."
-            )
+        _check(self)
         self.sharding = sharding or sharding_in(self.mixed_precision)
 
     @classmethod
     def taking_over(cls, accelerator: Accelerator, sharding: ShardConfig) -> ShardedAccelerator:
         """Converts an existing accelerator, since the Trainer creates and passes on its own."""
+        _check(accelerator)
         accelerator.__class__ = cls
         assert isinstance(accelerator, cls)
         accelerator.sharding = sharding
@@ -134,6 +131,29 @@ class ShardedAccelerator(Accelerator):
             WATCHED.look(wrapped.optimizer)
 
 
+def _check(accelerator: Accelerator) -> None:
+    """Checks that Accelerate does not shard, and that it knows of all ranks.
+
+    Raises:
+        ConfigError: It shards, or each rank would train alone.
+    """
+    kind: Any = accelerator.distributed_type
+    if asked := [one for one in settings_of_accelerate() if "USE" in one]:  # ignored on CPUs
+        kind = asked[0]
+    if asked or kind not in (DistributedType.NO, *_DATA_PARALLEL):
+        raise ConfigError(
+            "Accelerator: expected only data parallelism, because fullshard shards; got "
+            f"{kind}. Remove its plugin; use fullshard launch or torchrun."
+        )
+    launch, known = read_launch_environment(), accelerator.num_processes
+    if launch is not None and launch.world_size != known:
+        raise ConfigError(
+            f"Accelerator: expected the {launch.world_size} ranks of {launch.launcher}, got "
+            f"num_processes {known}; each would train alone. Without a GPU use "
+            "Accelerator(cpu=True), TrainingArguments(use_cpu=True) or fullshard launch."
+        )
+
+
 def _load_models(models: list[nn.Module], folder: str) -> None:
     """Replaces Accelerate's own loading of models, which compares full tensors."""
     for at, model in enumerate(models):
@@ -197,12 +217,24 @@ def sharding_of(args: TrainingArguments) -> ShardConfig:
     for name, reason in _REFUSED.items():
         if getattr(args, name):
             raise ConfigError(f"TrainingArguments.{name}: expected none, because {reason}")
+    launch = read_launch_environment()
+    if launch is not None and launch.config_file is not None:
+        file, key = (
+            load_config(launch.config_file, needs_model=False),
+            "gradient_accumulation_steps",
+        )
+        steps, origin = getattr(file.config.training, key), file.origins[f"training.{key}"]
+        if origin.written and steps != getattr(args, key):
+            raise ConfigError(
+                f"TrainingArguments.{key}: expected {steps}, as in {origin.place}; got "
+                f"{getattr(args, key)}. Give both the same value, or remove the file's."
+            )
     return _over_launch(_file_of(args))
 
 
 def sharding_in(mixed_precision: str) -> ShardConfig:
     """The sharding of the launcher's file with Accelerate's mixed precision: no, bf16, fp16."""
-    training = {} if mixed_precision == "no" else {mixed_precision: True}
+    training = {name: name == mixed_precision for name in ("bf16", "fp16")}
     return _over_launch(parse_text(json.dumps({"training": training}), "Accelerator"))
 
 

@@ -39,7 +39,7 @@ import textwrap
 import threading
 import time
 import tty
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -206,6 +206,7 @@ class LocalLaunch:
         machines: Number of machines, this one's number, and the address of machine 0.
         attempt: Number of earlier attempts of the same launch.
         config_file: Configuration for the script (`fullshard.integrations`), or None.
+        variables: Environment variables of every rank.
         server: Forks the ranks, then ends; None: each rank is started separately.
         caught: Signals of the caller's `caught_stop_signals`; None: they are caught in the launch.
     """
@@ -219,6 +220,7 @@ class LocalLaunch:
     machines: LaunchConfig = field(default_factory=LaunchConfig)
     attempt: int = 0
     config_file: Path | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
     server: ForkServer | None = None
     caught: list[int] | None = None
 
@@ -361,7 +363,10 @@ def _environment(
 def _start(launch: LocalLaunch, environment: LaunchEnvironment, relay: Relay) -> RankProcess:
     rank = environment.rank
     log = launch.log(rank).absolute()
-    words, variables = (launch.module, *launch.args), environment.to_variables()
+    words, variables = (
+        (launch.module, *launch.args),
+        {**launch.variables, **environment.to_variables()},
+    )
     with log.open("ab") as file:
         out, err = (file.fileno(),) * 2
         if environment.local_rank == 0:
