@@ -300,22 +300,6 @@ def mistakes():
         step = fj.train_step(plan, lambda *_: (0.0, 1), optax.sgd(1e-3))
         return step(fj.shard(plan, tree, optax.sgd(1e-3)), batch)
 
-    def trained(state, plan=plan):
-        step = fj.train_step(plan, lambda *_: (0.0, jnp.int8(100)), optax.sgd(1e-3))
-        return step(state, np.ones(8))
-
-    def again():
-        state = fj.shard(plan, tree, optax.sgd(1e-3))
-        assert trained(state)[1]["num_tokens"] == 800  # although counts are int8
-        return trained(state)  # which jax 0.10 lets crash the process
-
-    def narrow():
-        with jax.enable_x64(False):
-            assert fj.plan({"w": np.ones(8)}).table.arrays[0].dtypes.master == "float32"
-            return fj.plan(tree, {"master_dtype": "float64"}, mesh)
-
-    padded, rows = {"w": jnp.ones((301, 257))}, (fj.make_mesh(8, 1), fj.make_mesh(1, 8))
-    others_plan, own_plan = (fj.plan(padded, None, rows_of) for rows_of in rows)
     injected = optax.inject_hyperparams(optax.sgd)
     cast = optax.inject_hyperparams(optax.sgd, hyperparam_dtype=jnp.float32)
     others = {"layers": {"v": tree["layers"]["w"]}, "head": tree["head"]}
@@ -339,13 +323,6 @@ def mistakes():
             lambda: fj.pad_batch({"x": np.ones(5), "label": np.ones(5, int)}, 4),
             lambda: fj.pad_batch({"x": np.ones(0), "label": np.ones(0, int)}, 4),
             lambda: placed({"x": np.ones((16, 8)), "weights": np.ones(8)}),
-            again,
-            lambda: trained(fj.shard(others_plan, padded, optax.sgd(1e-3)), own_plan),
-            lambda: fj.eval_step(own_plan, lambda *_: (0.0, 1))(
-                fj.shard(others_plan, padded), np.ones(8)
-            ),
-            lambda: trained(None, fj.plan(tree, None, mesh, freeze=["*"])),
-            narrow,
         )
     )
     state, _ = told(injected(1e-3))
@@ -370,13 +347,53 @@ def test_mistakes_of_trees_batches_and_optimizers_are_named(devices):
         "got int64 of shape .2, 2. that sum to 1.*one-hot rows floating",
         *["expected arrays of 1 to 4 samples"] * 2,
         r"^batch: expected one number of samples .*'weights'.\": 8",
+    ]
+    assert unmatched(said, wanted) == []
+    assert unmoved
+
+
+def wrong_states():
+    """What is said of each."""
+    mesh, tree = fj.make_mesh(1, 8), {"w": jnp.ones((8, 8))}
+    plan = fj.plan(tree, None, mesh)
+
+    def trained(state, plan=plan):
+        step = fj.train_step(plan, lambda *_: (0.0, jnp.int8(100)), optax.sgd(1e-3))
+        return step(state, np.ones(8))
+
+    def again():
+        state = fj.shard(plan, tree, optax.sgd(1e-3))
+        assert trained(state)[1]["num_tokens"] == 800  # although counts are int8
+        return trained(state)  # which jax 0.10 lets crash the process
+
+    def narrow():
+        with jax.enable_x64(False):
+            assert fj.plan({"w": np.ones(8)}).table.arrays[0].dtypes.master == "float32"
+            return fj.plan(tree, {"master_dtype": "float64"}, mesh)
+
+    padded, rows = {"w": jnp.ones((301, 257))}, (fj.make_mesh(8, 1), fj.make_mesh(1, 8))
+    others_plan, own_plan = (fj.plan(padded, None, rows_of) for rows_of in rows)
+    return said_by(
+        (
+            again,
+            lambda: trained(fj.shard(others_plan, padded, optax.sgd(1e-3)), own_plan),
+            lambda: fj.eval_step(own_plan, lambda *_: (0.0, 1))(
+                fj.shard(others_plan, padded), np.ones(8)
+            ),
+            lambda: trained(None, fj.plan(tree, None, mesh, freeze=["*"])),
+            narrow,
+        )
+    )
+
+
+def test_states_and_plans_that_cannot_be_right_are_refused(devices):
+    wanted = [
         "^state: .* got one that a step has used up",
         *["^state: expected one of the step's plan"] * 2,
         "^plan: expected an array that is trained",
         "^master_dtype: expected float32 or less",
     ]
-    assert unmatched(said, wanted) == []
-    assert unmoved
+    assert unmatched(devices(wrong_states), wanted) == []
 
 
 def with_option(name):

@@ -92,8 +92,7 @@ class Member:
         view = self.view(slot)
         if type(self.compute) is not nn.Parameter:
             DATA.__set__(self.tensors()[-1], view)
-            increment_version(self.tensors())  # graphs may have used its other slot
-            return
+            return increment_version(self.tensors())  # graphs may have used its other slot
         compute = view.new_empty(0)
         if self.cut is not None:
             compute = self.cut.show(view.new_empty(1).expand(view.shape))
@@ -631,9 +630,7 @@ class Unit:
         self._has_cuts = any(member.cut is not None for member in self.members)
         self._bound = [(m, m.tensors()[-1], m.tensors()[-1].data_ptr()) for m in self.members]
         slots, own = ([m for m in self.members if m.group.gathers is yes] for yes in (True, False))
-        pairs = [
-            [(m.param, tensor) for m in many for tensor in m.tensors()] for many in (slots, own)
-        ]
+        pairs = ([(m.param, t) for m in many for t in m.tensors()] for many in (slots, own))
         self.versions = Versions(self, *pairs)
         self.own_views = {id(t) for g in self.groups for t in (g.full, g.part, g.full._base)}
         self.own_views |= {id(m.tensors()[-1]) for m in self.members}
