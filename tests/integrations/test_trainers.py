@@ -181,6 +181,8 @@ def test_a_precision_that_the_script_gives_replaces_that_of_the_file(launched_wi
     launched_with("distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config: {}\n")
     assert sharding_in("no").param_dtype is None
     assert sharding_in("fp16").param_dtype is DType.FLOAT16
+    with pytest.raises(ConfigError, match="fp8"):
+        sharding_in("fp8")
 
 
 def test_accumulation_that_differs_from_the_file_is_an_error(launched_with, tmp_path):

@@ -397,3 +397,6 @@ print(*(os.environ[f"ACCELERATE_{name}"] for name in
     out, _ = launch(text, "--config_file", str(file), "--nproc-per-node", "1").communicate()
     assert "true bf16 3\n" in out
     assert "gradient_clipping: no effect on a script" in out
+    file.write_text("training: {bf16: true, gradient_checkpointing: true}\n")
+    out, _ = launch("", "--config_file", str(file), "--dry-run").communicate()
+    assert "no effect" not in out  # they set keys of sharding, which scripts receive

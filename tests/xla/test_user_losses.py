@@ -277,7 +277,7 @@ def test_mistakes_of_losses_are_named(devices):
         r"^batch\['x'\]: expected 2 micro-batches, .*; got shape \(16, 8\)",
         "num_micro_batches of 1 or more, .*; got 0 and None",
         "max_grad_norm of 0 or more; got 1 and -1.0",
-        "got a count or metrics of bool",
+        "got a count of bool",
         "got a count or metrics of complex128",
     ]
     assert unmatched(devices(wrong_losses), wanted) == []
@@ -389,11 +389,35 @@ def wrong_states():
 def test_states_and_plans_that_cannot_be_right_are_refused(devices):
     wanted = [
         "^state: .* got one that a step has used up",
-        *["^state: expected one of the step's plan"] * 2,
+        *["^state: expected arrays that are stored as in the step's plan"] * 2,
         "^plan: expected an array that is trained",
         "^master_dtype: expected float32 or less",
     ]
     assert unmatched(devices(wrong_states), wanted) == []
+
+
+def other_uses_of_a_state():
+    """Evaluation in other dtypes, a step in a jax.jit, and the sum of flags."""
+    tree, tx, rows = {"w": jnp.ones((8, 8))}, optax.sgd(0.0), np.ones((16, 8))
+    plans = [fj.plan(tree, {"param_dtype": dtype}) for dtype in ("bfloat16", "float32")]
+    plans.append(fj.plan({**tree}, {"param_dtype": "bfloat16"}, freeze=["w"]))
+
+    def loss(params, batch):
+        total = (batch.astype(params["w"].dtype) @ params["w"]).sum()
+        return total, len(batch), {"flags": batch.any()}
+
+    state = fj.shard(plans[0], tree, tx)
+    found = [fj.eval_step(plan, loss)(state, rows) for plan in plans]
+    step = fj.train_step(plans[0], loss, tx, num_micro_batches=2)
+    batch = rows.reshape(2, 8, 8)
+    _, metrics = jax.jit(lambda state, batch: step(state, batch))(state, batch)
+    return [(float(total), flags["flags"].item()) for total, _, flags in found], metrics[
+        "flags"
+    ] * 16
+
+
+def test_a_state_is_evaluated_in_other_dtypes_and_stepped_in_a_jit(devices):
+    assert devices(other_uses_of_a_state) == ([(1024.0, 8)] * 3, 16)
 
 
 def with_option(name):

@@ -200,7 +200,10 @@ def _for_accelerate(resolved: Resolved | None) -> dict[str, str]:
 
 def _say_idle(resolved: Resolved) -> None:
     """Prints the keys of the file that only the commands of fullshard read."""
-    keys = (key for key in resolved.origins if key.startswith("training.") and key != _ACCUMULATE)
+    from fullshard.config.names import MOVED  # they set keys of sharding, which scripts receive
+
+    effective = {_ACCUMULATE, *(f"training.{name}" for name in MOVED)}
+    keys = (key for key in resolved.origins if key.startswith("training.") and key not in effective)
     if idle := [origin for key in keys if (origin := resolved.origins[key]).written]:
         print(
             f"--config_file {idle[0].file}: {', '.join(o.written for o in idle)}: no effect on a "

@@ -210,7 +210,9 @@ def settings_of_accelerate() -> list[str]:
     """Variables by which `accelerate launch` asks its own library to shard, or for a precision."""
     names = ("USE_FSDP", "USE_DEEPSPEED", "MIXED_PRECISION")
     found = {f"ACCELERATE_{name}": os.environ.get(f"ACCELERATE_{name}", "no") for name in names}
-    return [f"{name}={value}" for name, value in found.items() if value not in ("no", "false")]
+    return [
+        f"{name}={value}" for name, value in found.items() if value.lower() not in ("no", "false")
+    ]
 
 
 def current_variables() -> dict[str, str]:

@@ -224,17 +224,18 @@ def sharding_of(args: TrainingArguments) -> ShardConfig:
             "gradient_accumulation_steps",
         )
         steps, origin = getattr(file.config.training, key), file.origins[f"training.{key}"]
-        if origin.written and steps != getattr(args, key):
+        if origin.written and steps != (got := getattr(args, key)):
             raise ConfigError(
-                f"TrainingArguments.{key}: expected {steps}, as in {origin.place}; got "
-                f"{getattr(args, key)}. Give both the same value, or remove the file's."
+                f"TrainingArguments.{key}: expected {steps}, as in {origin.place}; got {got}. Give "
+                "both the same value, or remove the file's."
             )
     return _over_launch(_file_of(args))
 
 
 def sharding_in(mixed_precision: str) -> ShardConfig:
     """The sharding of the launcher's file with Accelerate's mixed precision: no, bf16, fp16."""
-    training = {name: name == mixed_precision for name in ("bf16", "fp16")}
+    asked = {} if mixed_precision == "no" else {mixed_precision: True}
+    training = {"bf16": False, "fp16": False} | asked
     return _over_launch(parse_text(json.dumps({"training": training}), "Accelerator"))
 
 

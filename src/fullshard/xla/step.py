@@ -36,7 +36,7 @@ integers and keys are those of the first device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
@@ -351,19 +351,25 @@ def eval_step(plan: XlaPlan, loss_fn: LossFn) -> Callable[[State, Any], tuple[An
 
 
 def check_state(plan: XlaPlan, state: State) -> None:
-    """Refuses the state of a plan with other arrays or devices, and one that a step has used up."""
-    found = state.plan
-    if found is not plan and (found.table.arrays, found.mesh) != (plan.table.arrays, plan.mesh):
+    """Refuses a state whose arrays are stored otherwise, and one that a step has used up."""
+    if state.plan is not plan and _stored(state.plan) != _stored(plan):
         raise ConfigError(
-            "state: expected one of the step's plan; got one of a plan with other arrays or another"
-            " mesh, whose padding would count. Make it with this plan (fullshard.jax.shard), or "
-            "save and load it."
+            "state: expected arrays that are stored as in the step's plan; got those of a plan with "
+            "other shapes, master dtypes or another mesh. Make the state with this plan "
+            "(fullshard.jax.shard), or save and load it."
         )
-    if isinstance(state.step, jax.Array) and state.step.is_deleted():
+    is_traced = isinstance(state.step, jax.core.Tracer)  # by a jax.jit around the step
+    if isinstance(state.step, jax.Array) and not is_traced and state.step.is_deleted():
         raise ConfigError(
             "state: expected the state that the last step returned; got one that a step has used "
             "up. Write `state, metrics = step(state, batch)`, or save a state to return to it."
         )
+
+
+def _stored(plan: XlaPlan) -> Any:
+    return plan.mesh, [
+        replace(a, trainable=True, dtypes=a.dtypes.master) for a in plan.table.arrays
+    ]
 
 
 def _on_devices(plan: XlaPlan, function: Any, in_specs: Any, out_specs: Any) -> Any:
@@ -626,13 +632,19 @@ def _checked(found: Any, variables: Any, *, new: bool) -> Sums:
     total = jnp.asarray(total)
     if not jnp.issubdtype(total.dtype, jnp.floating):
         raise _wrong(f"a total of {total.dtype}")
-    metrics = None if metrics is None else jax.tree.map(jnp.asarray, dict(metrics))
-    numbers = [*jax.tree.leaves(metrics), count := jnp.asarray(count)]
-    kinds = jnp.integer, jnp.floating
-    if odd := [x.dtype for x in numbers if not any(jnp.issubdtype(x.dtype, k) for k in kinds)]:
-        raise _wrong(f"a count or metrics of {odd[0]}")
+    metrics = None if metrics is None else jax.tree.map(_number, dict(metrics))
+    if jnp.asarray(count).dtype == bool:
+        raise _wrong("a count of bool")
     changed = _like(variables, changed) if new else None
-    return Sums(total, count.astype(jnp.promote_types(count.dtype, jnp.int32)), metrics, changed)
+    return Sums(total, _number(count), metrics, changed)
+
+
+def _number(value: Any) -> jax.Array:
+    """A count or metric in a dtype in which the sums of devices and micro-batches fit."""
+    value = jnp.asarray(value)
+    if not any(jnp.issubdtype(value.dtype, kind) for kind in (bool, jnp.integer, jnp.floating)):
+        raise _wrong(f"a count or metrics of {value.dtype}")
+    return value.astype(jnp.promote_types(value.dtype, jnp.int32))
 
 
 def _like(old: Any, new: Any) -> Any:
