@@ -354,8 +354,8 @@ def check_state(plan: XlaPlan, state: State) -> None:
     """Refuses a state whose arrays are stored otherwise, and one that a step has used up."""
     if state.plan is not plan and _stored(state.plan) != _stored(plan):
         raise ConfigError(
-            "state: expected arrays that are stored as in the step's plan; got those of a plan with "
-            "other shapes, master dtypes or another mesh. Make the state with this plan "
+            "state: expected arrays that are stored as in the step's plan; got those of a plan "
+            "with other shapes, master dtypes or another mesh. Make the state with this plan "
             "(fullshard.jax.shard), or save and load it."
         )
     is_traced = isinstance(state.step, jax.core.Tracer)  # by a jax.jit around the step
