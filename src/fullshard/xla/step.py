@@ -52,7 +52,7 @@ from fullshard.errors import ConfigError
 from fullshard.planner.arrays import Collectives
 from fullshard.xla.census import census
 from fullshard.xla.gather import all_reduce, call_loss, reduce_whole, whole_but_blocks
-from fullshard.xla.opt_state import fresh, merged, opt_shardings, trained, updated
+from fullshard.xla.opt_state import fresh, merged, opt_shardings, rules_of, trained, updated
 from fullshard.xla.plan import (
     OVERLAP,
     TENSOR,
@@ -74,7 +74,7 @@ NORM_EPSILON = 1e-6  # as in torch; optax has none
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("params", "opt_state", "step", "variables"),
-    meta_fields=("plan",),
+    meta_fields=("plan", "rules"),
 )
 @dataclass(frozen=True)
 class State:
@@ -87,6 +87,7 @@ class State:
         plan: The model's plan.
         variables: State that the loss updates without gradients, such as BatchNorm's averages;
             replicated. None if there is none.
+        rules: The optimizer's rules by name, as `rules_of` returns them.
     """
 
     params: Tree
@@ -94,6 +95,7 @@ class State:
     step: Any
     plan: XlaPlan
     variables: Any = None
+    rules: tuple[str, ...] = ()
 
 
 class Beside(NamedTuple):
@@ -156,10 +158,11 @@ def with_optimizer(
     variables: Tree = None,
 ) -> State:
     """Makes a state from sharded parameters with a new optimizer state."""
-    opt_state = None if tx is None else fresh(plan, tx, params)
+    opt_state, rules = (None, ()) if tx is None else (fresh(plan, tx, params), rules_of(tx))
     own = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), variables)
     variables = jax.device_put(own, plan.replicated)  # a step donates them
-    return State(params, opt_state, scalar(np.int32(step), plan.replicated), plan, variables)
+    count = scalar(np.int32(step), plan.replicated)
+    return State(params, opt_state, count, plan, variables, rules)
 
 
 def scalar(value: Any, sharding: Any) -> jax.Array:
@@ -278,7 +281,7 @@ def train_step(  # noqa: PLR0913  (settings by name)
         raise ConfigError(
             "plan: expected an array that is trained; got none. Leave freeze out, or use eval_step."
         )
-    update = partial(updated, plan, optax.with_extra_args_support(tx))
+    update, rules = partial(updated, plan, optax.with_extra_args_support(tx)), rules_of(tx)
 
     def run(
         state: State, batch: Any, extra: dict[str, Any], met: Tree = None, rng: Any = None
@@ -289,19 +292,21 @@ def train_step(  # noqa: PLR0913  (settings by name)
         if max_grad_norm is not None:
             factor = max_grad_norm / (metrics["grad_norm"] + NORM_EPSILON)
             grads = jax.tree.map(lambda g: g * jnp.minimum(factor, 1.0).astype(g.dtype), grads)
-        if jax.tree.structure(state.opt_state) != jax.tree.structure(stored[1]):
+        found = jax.tree.structure(state.opt_state), state.rules
+        if found != (jax.tree.structure(stored[1]), rules):
             raise ConfigError(
                 "state: expected the optimizer state of the step's tx; got another, or none. Pass "
                 "the same tx to fullshard.jax.init, shard or load."
             )
         before = state.params, state.opt_state
         params, opt_state = update(grads, before, metrics["loss"], extra)
-        return State(params, opt_state, state.step + 1, plan, variables), metrics
+        return State(params, opt_state, state.step + 1, plan, variables, rules), metrics
 
     whole, stored = plan.replicated, (plan.shardings, opt_shardings(plan, tx))
     options = {**OVERLAP.get(plan.platform, {}), **(compiler_options or {})} or None
     compiled = partial(jax.jit, compiler_options=options)
-    ran = compiled(run, donate_argnums=0, out_shardings=(State(*stored, whole, plan, whole), whole))
+    placed = State(*stored, whole, plan, whole, rules), whole
+    ran = compiled(run, donate_argnums=0, out_shardings=placed)
     return Step(plan, (ran, compiled(update, out_shardings=stored)), num_micro_batches, given)
 
 
