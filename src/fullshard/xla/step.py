@@ -471,22 +471,33 @@ def _over_devices(
 ) -> tuple[Any, Any, Any, Tree]:
     """Sums loss, tokens and other sums over devices, and averages variables, in one collective.
 
-    Tokens are added in two parts, and other variables than floating-point ones in words of 16 bits,
-    so that float32 keeps them exactly.
+    Integers are added in two parts, and other variables than floating-point ones in words of 16
+    bits, so that float32 keeps them exactly.
     """
-    total, count, others = sums
-    (leaves, structure), (old, kept) = map(jax.tree.flatten, (others, variables))
-    values = [total, count // _SPLIT, count % _SPLIT, *leaves, *(_share(plan, x) for x in old)]
-    wide = jnp.result_type(*(x.dtype for x in values if x.dtype == "float64"), _wide(plan, total))
+    (leaves, structure), (old, kept) = map(jax.tree.flatten, (sums, variables))
+    values = [*map(_halves, leaves), *(_share(plan, x) for x in old)]
+    wide = jnp.result_type(*(x.dtype for x in values if x.dtype == "float64"), _wide(plan, sums[0]))
     ends = np.cumsum([value.size for value in values])[:-1].tolist()
     flat = jnp.concatenate([jnp.ravel(value).astype(wide) for value in values])
     parts = jnp.split(all_reduce([flat], live_axes(plan.mesh))[0], ends)
     found = [part.reshape(value.shape) for part, value in zip(parts, values, strict=True)]
-    high, low = (part.astype(_wide(plan, count)) for part in found[1:3])
-    stop = 3 + len(leaves)
-    new = [_joined(x, part) for x, part in zip(old, found[stop:], strict=True)]
-    others = jax.tree.unflatten(structure, found[3:stop])
-    return found[0], high * _SPLIT + low, others, jax.tree.unflatten(kept, new)
+    added = [_exact(plan, x, part) for x, part in zip(leaves, found, strict=False)]
+    new = [_joined(x, part) for x, part in zip(old, found[len(leaves) :], strict=True)]
+    return *jax.tree.unflatten(structure, added), jax.tree.unflatten(kept, new)
+
+
+def _halves(value: jax.Array) -> jax.Array:
+    """The two parts of integers, which are added apart."""
+    is_integer = jnp.issubdtype(value.dtype, jnp.integer)
+    return jnp.stack([value // _SPLIT, value % _SPLIT]) if is_integer else value
+
+
+def _exact(plan: XlaPlan, value: jax.Array, summed: jax.Array) -> jax.Array:
+    """The sum, for integers from their two parts."""
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        return summed
+    high, low = summed.astype(_wide(plan, value))
+    return high * _SPLIT + low
 
 
 def _share(plan: XlaPlan, leaf: jax.Array) -> jax.Array:
@@ -554,7 +565,13 @@ def stored(array: Any, leaf: jax.Array) -> jax.Array:
 def _arrays(extra: dict[str, Any]) -> dict[str, Any]:
     """Scalars as arrays of one dtype, so that a new value does not recompile."""
     wide = jnp.result_type(float)
-    return {name: jnp.asarray(value, wide) for name, value in extra.items()}
+    found = {name: jnp.asarray(value, wide) for name, value in extra.items()}
+    if vectors := [f"{name} of shape {x.shape}" for name, x in found.items() if x.shape]:
+        raise ConfigError(
+            f"step: expected numbers for the optimizer; got {vectors[0]}. Give each group of "
+            "parameters its own optimizer (optax.partition)."
+        )
+    return found
 
 
 def full_params(state: State) -> Tree:
