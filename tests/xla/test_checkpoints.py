@@ -1,7 +1,7 @@
 """One checkpoint for both engines: no bit changes on the way there and back."""
 
-import json
 from collections import Counter
+from functools import partial
 from unittest.mock import patch
 
 import numpy as np
@@ -13,7 +13,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 import fullshard as fs
 from fullshard.checkpoint.read import Checkpoint
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, ConfigError
 from fullshard.saving import SaveSettings
 from support import decoders
 from support.lazy import fj, fx, fxs, jax, jnp, optax, orbax
@@ -187,18 +187,50 @@ def test_a_device_reads_the_bytes_of_its_box_alone(devices, tmp_path):
 
 
 def kinds_saved(folder):
-    """The classes of torch under which optimizers are saved, and a load of one of torch's SGD."""
-    plan, kinds = fj.plan({"w": jnp.ones(8)}), []
-    for at, tx in enumerate((optax.sgd(0.1), optax.adamw(0.1), optax.sgd(0.1, momentum=0.9))):
-        fj.save(folder / str(at), fj.shard(plan, {"w": jnp.ones(8)}, tx))
-        kinds.append(
-            json.loads((folder / str(at) / "state.json").read_text())["optimizer"]["class"]
-        )
-    fj.load(plan, folder / "0", optax.sgd(0.1))
-    with pytest.raises(CheckpointError, match=r"states of this optimizer .*; it has those of SGD"):
-        fj.load(plan, folder / "0", optax.adamw(0.1))
-    return kinds
+    """The classes of torch under which optimizers are saved, and errors of loads into others."""
+    plan, kinds = fj.plan({"w": jnp.ones(8)}), {}
+    rules = ("adamax", "adabelief", "yogi", "radam", "nadamw", "lamb", "novograd")
+    injected = {
+        f"injected {name}": optax.inject_hyperparams(getattr(optax, name)) for name in rules
+    }
+    named = {name: getattr(optax, name) for name in ("sgd", "lion", *rules, "adam")} | injected
+    named |= {
+        "momentum": partial(optax.sgd, momentum=0.9),
+        "adamw": lambda rate: optax.chain(optax.clip_by_global_norm(1), optax.adamw(rate)),
+        "injected adamw": optax.inject_hyperparams(optax.adamw),
+        "scheduled": lambda rate: named["injected adamw"](lambda count: rate),
+    }
+    for name, make in named.items():
+        found = fxs.checkpoints.states_of(fx.aot.abstract_state(plan, make(0.1)))
+        kinds.setdefault(fxs.checkpoints.kind_of(*found), set()).add(name)
+    for name in ("sgd", "adam", "yogi", "radam"):
+        fj.save(folder / name, fj.shard(plan, {"w": jnp.ones(8)}, named[name](0.1)))
+    fj.load(plan, folder / "sgd", optax.sgd(0.1))
+    fj.load(plan, folder / "adam", optax.adamw(0.1))
+    told = []
+    for saved, loaded in (
+        ("sgd", "adamw"),
+        ("yogi", "adamax"),
+        ("radam", "adam"),
+        ("adam", "nadamw"),
+    ):
+        with pytest.raises(CheckpointError) as error:
+            fj.load(plan, folder / saved, named[loaded](0.1))
+        told.append(str(error.value).partition(": ")[2])
+    state = fj.shard(plan, {"w": jnp.ones(8)}, optax.yogi(0.1))
+    step = fj.train_step(plan, lambda params, _: (params["w"].sum(), 1), optax.adamax(0.1))
+    with pytest.raises(ConfigError, match="expected the optimizer state of the step"):
+        step(state, {"x": np.ones(8)})
+    return kinds, told
 
 
-def test_sgd_without_momentum_is_that_of_torch(devices, tmp_path):
-    assert devices(kinds_saved, tmp_path) == ["SGD", "AdamW", "optax"]
+def test_only_the_rules_of_adam_and_plain_sgd_have_the_names_of_torch(devices, tmp_path):
+    kinds, told = devices(kinds_saved, tmp_path)
+    assert kinds["SGD"] == {"sgd"}
+    assert kinds["AdamW"] == {"adam", "adamw", "injected adamw", "scheduled"}
+    assert [text.partition(". Load")[0].partition("optimizer ")[2] for text in told] == [
+        "(scale_by_adam, exp_avg, exp_avg_sq); it has those of SGD",
+        "(scale_by_adamax, 0.mu, 0.nu); it has those of optax, scale_by_yogi",
+        "(scale_by_adam, exp_avg, exp_avg_sq); it has those of optax, scale_by_radam",
+        "(nesterov scale_by_adam, scale_by_adam, 0.mu, 0.nu); it has those of AdamW, scale_by_adam",
+    ]

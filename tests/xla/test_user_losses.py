@@ -290,11 +290,15 @@ def mistakes():
     plan = fj.plan(tree, None, mesh)
     batch = {"x": torch.ones(16, 8)}  # of a DataLoader
 
-    def told(tx):
+    def told(tx, rate=0.0):
         def loss(params, batch):
             return (batch["x"] @ params["head"]).sum(), len(batch["x"])
 
-        return fj.train_step(plan, loss, tx)(fj.shard(plan, tree, tx), batch, learning_rate=0.0)
+        return fj.train_step(plan, loss, tx)(fj.shard(plan, tree, tx), batch, learning_rate=rate)
+
+    def scanned():
+        deep = fj.plan(tree, {"activation_checkpointing": "every_2"}, mesh, blocks=["layers"])
+        return fj.scan_blocks(None, batch["x"], tree["layers"], deep, inputs=np.ones((6, 8)))
 
     def placed(batch):
         step = fj.train_step(plan, lambda *_: (0.0, 1), optax.sgd(1e-3))
@@ -308,6 +312,8 @@ def mistakes():
             lambda: told(optax.adam(1e-3)),
             lambda: told(injected(optax.constant_schedule(1e-3))),
             lambda: told(cast(optax.constant_schedule(1e-3))),
+            lambda: told(injected(1e-3), np.zeros(8)),
+            scanned,
             lambda: fj.shard(plan, others),
             lambda: fj.plan(tree, None, mesh, blocks=["lay*"]),
             lambda: fj.plan(tree, {"fp32_modules": ["haed"]}, mesh),
@@ -317,6 +323,8 @@ def mistakes():
             lambda: fj.plan(tree, {"expert": 2}),
             lambda: fj.make_mesh(tensor=3),
             lambda: placed({"x": torch.ones(16, 8, dtype=torch.bfloat16)}),
+            lambda: placed({"x": np.ones((0, 8))}),
+            lambda: fj.pad_batch({"label": np.ones(3, int), "labels": np.ones(3, int)}, 4),
             lambda: fj.pad_batch({"x": np.ones(3), "y": np.ones(3, int)}, 4),
             lambda: fj.pad_batch({"x": np.ones(3), "label": np.ones(3)}, 4),
             lambda: fj.pad_batch({"x": np.ones(2), "label": np.eye(2, dtype=int)}, 4),
@@ -333,6 +341,8 @@ def test_mistakes_of_trees_batches_and_optimizers_are_named(devices):
     said, unmoved = devices(mistakes)
     wanted = [
         *["^learning_rate: expected a number that the optimizer reads"] * 3,
+        r"^step: expected numbers for the optimizer; got learning_rate of shape \(8,\)",
+        r"^scan_blocks: expected inputs whose first axis is the 4 layers; got shape \(6, 8\)",
         "which has layers.w where this one has layers.v",
         "^blocks: expected paths of subtrees; got 'lay\\*'",
         "^fp32_modules: expected names .*; got 'haed'.*Did you mean 'head'",
@@ -342,6 +352,8 @@ def test_mistakes_of_trees_batches_and_optimizers_are_named(devices):
         "^expert: expected 1 for a model of your own",
         "^tensor: expected a divisor of 8",
         r"^batch\['x'\]: expected an array that numpy reads; got Tensor .Got unsupported",
+        r"^batch\['x'\]: expected 1 or more samples, .*; got shape \(0, 8\)",
+        "expected the name of the labels among label, labels; got None",
         "expected the name of the labels among x, y; got None",
         "expected integers or floating rows of probabilities as label; got float64",
         "got int64 of shape .2, 2. that sum to 1.*one-hot rows floating",
@@ -467,6 +479,24 @@ def doubled():
 
 def test_shards_may_be_changed_element_by_element_before_they_are_gathered(devices):
     assert devices(doubled) < 1e-12
+
+
+def evaluated_integers():
+    """An integer sum, of which float32 keeps no single bits, and its negative."""
+    tree = {"w": jnp.ones(8, "float32")}
+
+    def loss(params, batch):
+        many = batch["n"].sum()
+        return params["w"].sum(), 1, {"many": many, "few": -many}
+
+    plan = fj.plan(tree)
+    return fj.eval_step(plan, loss)(
+        fj.shard(plan, tree), {"n": np.array([2**24, *[1] * 7], "int32")}
+    )[2]
+
+
+def test_integers_that_a_loss_returns_are_summed_exactly(devices):
+    assert devices(evaluated_integers) == {"many": 2**24 + 7, "few": -(2**24) - 7}
 
 
 def padded():

@@ -164,8 +164,8 @@ def pad_batch(
     Args:
         batch: Arrays by name; the first axis counts samples.
         size: Number of samples after padding.
-        labels: Name of the labels; None: `label` or `labels`. Added integer labels are -100; added
-            rows of probabilities are zero.
+        labels: Name of the labels; None: `label` or `labels`, if only one is there. Added integer
+            labels are -100; added rows of probabilities are zero.
         mask: Name of an array that is 1 for samples that count, for labels of any other kind. It is
             created if absent.
 
@@ -182,7 +182,8 @@ def pad_batch(
     if mask is not None:
         there.setdefault(mask, np.ones(max(counts), np.float32))
     elif labels is None:
-        labels = next((name for name in ("labels", "label") if name in there), None)
+        named = [name for name in ("labels", "label") if name in there]
+        labels = named[0] if len(named) == 1 else None
     if mask is None and labels not in there:
         raise ConfigError(
             f"pad_batch: expected the name of the labels among {', '.join(there)}; got {labels}. "

@@ -31,7 +31,7 @@ from fullshard.outlook.devices import parse_gpus
 from fullshard.planner.arrays import ArraysPlan, Collectives
 from fullshard.xla import processes
 from fullshard.xla.census import census
-from fullshard.xla.opt_state import abstract_opt_state
+from fullshard.xla.opt_state import abstract_opt_state, rules_of
 from fullshard.xla.plan import Tree, XlaPlan
 from fullshard.xla.step import Beside, LossFn, State, gradients, train_step
 from fullshard.xla.traced import traced_collectives, within
@@ -137,7 +137,7 @@ def compile_step(
 def abstract_state(plan: XlaPlan, tx: optax.GradientTransformation) -> State:
     """The shapes and shardings of a training state."""
     step = jax.ShapeDtypeStruct((), "int32", sharding=plan.replicated)
-    return State(plan.shapes(), abstract_opt_state(plan, tx), step, plan)
+    return State(plan.shapes(), abstract_opt_state(plan, tx), step, plan, rules=rules_of(tx))
 
 
 def memory_of(compiled: Any, *, on_cpu: bool) -> dict[str, int]:

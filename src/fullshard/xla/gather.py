@@ -240,6 +240,7 @@ def scan_blocks(  # noqa: PLR0913  (settings by name)
         )
     arrays = plan.under(unit or plan.blocks[0])
     every, num_layers = plan.table.recompute.every, arrays[0].num_layers
+    _check_layers(inputs, num_layers)
 
     def body(at: int, x: Any, group: Tree) -> tuple[Any, Any]:
         # Sliced here, so that the backward keeps the group itself and no copies.
@@ -276,6 +277,14 @@ def scan_blocks(  # noqa: PLR0913  (settings by name)
             x, found = run(x, first, num_groups, size)
             parts.append(found)
     return (x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)) if outputs else x
+
+
+def _check_layers(inputs: Tree, num_layers: int) -> None:
+    if wrong := [x.shape for x in jax.tree.leaves(inputs) if x.shape[:1] != (num_layers,)]:
+        raise ConfigError(
+            f"scan_blocks: expected inputs whose first axis is the {num_layers} layers; got shape "
+            f"{wrong[0]}. Let the block close over what all layers share."
+        )
 
 
 def _bodies(body: Any, plan: XlaPlan, size: int, *, prevent_cse: bool) -> list[Any]:

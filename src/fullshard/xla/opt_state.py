@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from inspect import getclosurevars, isfunction, ismethod
 from typing import Any
 
 import jax
@@ -82,6 +84,43 @@ def abstract_opt_state(plan: XlaPlan, tx: optax.GradientTransformation) -> Tree:
         return jax.ShapeDtypeStruct(array.stored_shape, leaf.dtype, sharding=plan.sharding(array))
 
     return map_state(plan, kept, jax.eval_shape(tx.init, trained(plan, own)))
+
+
+def rules_of(tx: optax.GradientTransformation) -> tuple[str, ...]:
+    """Returns the update rules of optax in a transformation, such as `scale_by_adam`.
+
+    Several rules name their states as Adam does. Only the functions that `tx` is made of tell them
+    apart; a rule that is not optax's own has no name here.
+    """
+    rules, seen = set[str](), list[Any]()
+    queue: list[Any] = [tx.init, tx.update]
+    while queue:
+        item = queue.pop()
+        if any(item is other for other in seen):
+            continue
+        seen.append(item)
+        match item:
+            case partial():
+                queue += [item.func, item.args, item.keywords]
+            case dict():
+                queue += item.values()
+            case tuple() | list():
+                queue += item
+            case _ if ismethod(item):
+                queue += [item.__func__, vars(item.__self__)]
+            case _ if isfunction(item):
+                bound = dict(getclosurevars(item).nonlocals)
+                if {"inner_factory", "numeric_hps"} <= bound.keys():  # of inject_hyperparams
+                    numbers = bound["numeric_hps"] | dict.fromkeys(bound["sched_hps"], 0.5)
+                    bound["inner"] = bound["inner_factory"](**bound["other_hps"], **numbers)
+                queue += bound.values()
+                name = item.__qualname__.partition(".")[0] * item.__module__.startswith("optax.")
+                rules.add(f"nesterov {name}" if bound.get("nesterov") is True else name)
+            case _:
+                pass
+    return tuple(
+        sorted(rule for rule in rules if "scale_by_" in rule and rule != "scale_by_schedule")
+    )
 
 
 def opt_shardings(plan: XlaPlan, tx: optax.GradientTransformation) -> Tree:

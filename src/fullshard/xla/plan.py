@@ -401,12 +401,12 @@ def place_batch(
         if not np.ndim(leaf):
             leaf = jnp.broadcast_to(leaf, lead)
         parts, samples = np.shape(leaf)[: len(lead)], np.shape(leaf)[len(lead) :][:1]
-        if parts != lead or (samples and samples[0] % size):
+        if parts != lead or (samples and (samples[0] % size or not samples[0])):
             raise DataError(
                 f"batch{jax.tree_util.keystr(path)}: expected "
-                f"{f'{num_micro_batches} micro-batches, then ' * len(lead)}a number of samples "
-                f"that {size} devices divide; got shape {np.shape(leaf)}. Drop some (drop_last of "
-                "your loader), or pad the batch with fullshard.jax.pad_batch."
+                f"{f'{num_micro_batches} micro-batches, then ' * len(lead)}1 or more samples, a "
+                f"number that {size} devices divide; got shape {np.shape(leaf)}. Drop some "
+                "(drop_last of your loader), or pad the batch with fullshard.jax.pad_batch."
             )
         sharding = NamedSharding(mesh, spec)
         if jax.process_count() == 1:  # arrays on a device are copied to the others directly

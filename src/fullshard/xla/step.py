@@ -52,7 +52,7 @@ from fullshard.errors import ConfigError
 from fullshard.planner.arrays import Collectives
 from fullshard.xla.census import census
 from fullshard.xla.gather import all_reduce, call_loss, reduce_whole, whole_but_blocks
-from fullshard.xla.opt_state import fresh, merged, opt_shardings, trained, updated
+from fullshard.xla.opt_state import fresh, merged, opt_shardings, rules_of, trained, updated
 from fullshard.xla.plan import (
     OVERLAP,
     TENSOR,
@@ -74,7 +74,7 @@ NORM_EPSILON = 1e-6  # as in torch; optax has none
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("params", "opt_state", "step", "variables"),
-    meta_fields=("plan",),
+    meta_fields=("plan", "rules"),
 )
 @dataclass(frozen=True)
 class State:
@@ -87,6 +87,7 @@ class State:
         plan: The model's plan.
         variables: State that the loss updates without gradients, such as BatchNorm's averages;
             replicated. None if there is none.
+        rules: The optimizer's rules by name, as `rules_of` returns them.
     """
 
     params: Tree
@@ -94,6 +95,7 @@ class State:
     step: Any
     plan: XlaPlan
     variables: Any = None
+    rules: tuple[str, ...] = ()
 
 
 class Beside(NamedTuple):
@@ -156,10 +158,11 @@ def with_optimizer(
     variables: Tree = None,
 ) -> State:
     """Makes a state from sharded parameters with a new optimizer state."""
-    opt_state = None if tx is None else fresh(plan, tx, params)
+    opt_state, rules = (None, ()) if tx is None else (fresh(plan, tx, params), rules_of(tx))
     own = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), variables)
     variables = jax.device_put(own, plan.replicated)  # a step donates them
-    return State(params, opt_state, scalar(np.int32(step), plan.replicated), plan, variables)
+    count = scalar(np.int32(step), plan.replicated)
+    return State(params, opt_state, count, plan, variables, rules)
 
 
 def scalar(value: Any, sharding: Any) -> jax.Array:
@@ -278,7 +281,7 @@ def train_step(  # noqa: PLR0913  (settings by name)
         raise ConfigError(
             "plan: expected an array that is trained; got none. Leave freeze out, or use eval_step."
         )
-    update = partial(updated, plan, optax.with_extra_args_support(tx))
+    update, rules = partial(updated, plan, optax.with_extra_args_support(tx)), rules_of(tx)
 
     def run(
         state: State, batch: Any, extra: dict[str, Any], met: Tree = None, rng: Any = None
@@ -289,19 +292,21 @@ def train_step(  # noqa: PLR0913  (settings by name)
         if max_grad_norm is not None:
             factor = max_grad_norm / (metrics["grad_norm"] + NORM_EPSILON)
             grads = jax.tree.map(lambda g: g * jnp.minimum(factor, 1.0).astype(g.dtype), grads)
-        if jax.tree.structure(state.opt_state) != jax.tree.structure(stored[1]):
+        found = jax.tree.structure(state.opt_state), state.rules
+        if found != (jax.tree.structure(stored[1]), rules):
             raise ConfigError(
                 "state: expected the optimizer state of the step's tx; got another, or none. Pass "
                 "the same tx to fullshard.jax.init, shard or load."
             )
         before = state.params, state.opt_state
         params, opt_state = update(grads, before, metrics["loss"], extra)
-        return State(params, opt_state, state.step + 1, plan, variables), metrics
+        return State(params, opt_state, state.step + 1, plan, variables, rules), metrics
 
     whole, stored = plan.replicated, (plan.shardings, opt_shardings(plan, tx))
     options = {**OVERLAP.get(plan.platform, {}), **(compiler_options or {})} or None
     compiled = partial(jax.jit, compiler_options=options)
-    ran = compiled(run, donate_argnums=0, out_shardings=(State(*stored, whole, plan, whole), whole))
+    placed = State(*stored, whole, plan, whole, rules), whole
+    ran = compiled(run, donate_argnums=0, out_shardings=placed)
     return Step(plan, (ran, compiled(update, out_shardings=stored)), num_micro_batches, given)
 
 
@@ -472,22 +477,33 @@ def _over_devices(
 ) -> tuple[Any, Any, Any, Tree]:
     """Sums loss, tokens and other sums over devices, and averages variables, in one collective.
 
-    Tokens are added in two parts, and other variables than floating-point ones in words of 16 bits,
-    so that float32 keeps them exactly.
+    Integers are added in two parts, and other variables than floating-point ones in words of 16
+    bits, so that float32 keeps them exactly.
     """
-    total, count, others = sums
-    (leaves, structure), (old, kept) = map(jax.tree.flatten, (others, variables))
-    values = [total, count // _SPLIT, count % _SPLIT, *leaves, *(_share(plan, x) for x in old)]
-    wide = jnp.result_type(*(x.dtype for x in values if x.dtype == "float64"), _wide(plan, total))
+    (leaves, structure), (old, kept) = map(jax.tree.flatten, (sums, variables))
+    values = [*map(_halves, leaves), *(_share(plan, x) for x in old)]
+    wide = jnp.result_type(*(x.dtype for x in values if x.dtype == "float64"), _wide(plan, sums[0]))
     ends = np.cumsum([value.size for value in values])[:-1].tolist()
     flat = jnp.concatenate([jnp.ravel(value).astype(wide) for value in values])
     parts = jnp.split(all_reduce([flat], live_axes(plan.mesh))[0], ends)
     found = [part.reshape(value.shape) for part, value in zip(parts, values, strict=True)]
-    high, low = (part.astype(_wide(plan, count)) for part in found[1:3])
-    stop = 3 + len(leaves)
-    new = [_joined(x, part) for x, part in zip(old, found[stop:], strict=True)]
-    others = jax.tree.unflatten(structure, found[3:stop])
-    return found[0], high * _SPLIT + low, others, jax.tree.unflatten(kept, new)
+    added = [_exact(plan, x, part) for x, part in zip(leaves, found, strict=False)]
+    new = [_joined(x, part) for x, part in zip(old, found[len(leaves) :], strict=True)]
+    return *jax.tree.unflatten(structure, added), jax.tree.unflatten(kept, new)
+
+
+def _halves(value: jax.Array) -> jax.Array:
+    """The two parts of integers, which are added apart."""
+    is_integer = jnp.issubdtype(value.dtype, jnp.integer)
+    return jnp.stack([value // _SPLIT, value % _SPLIT]) if is_integer else value
+
+
+def _exact(plan: XlaPlan, value: jax.Array, summed: jax.Array) -> jax.Array:
+    """The sum, for integers from their two parts."""
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        return summed
+    high, low = summed.astype(_wide(plan, value))
+    return high * _SPLIT + low
 
 
 def _share(plan: XlaPlan, leaf: jax.Array) -> jax.Array:
@@ -555,7 +571,13 @@ def stored(array: Any, leaf: jax.Array) -> jax.Array:
 def _arrays(extra: dict[str, Any]) -> dict[str, Any]:
     """Scalars as arrays of one dtype, so that a new value does not recompile."""
     wide = jnp.result_type(float)
-    return {name: jnp.asarray(value, wide) for name, value in extra.items()}
+    found = {name: jnp.asarray(value, wide) for name, value in extra.items()}
+    if vectors := [f"{name} of shape {x.shape}" for name, x in found.items() if x.shape]:
+        raise ConfigError(
+            f"step: expected numbers for the optimizer; got {vectors[0]}. Give each group of "
+            "parameters its own optimizer (optax.partition)."
+        )
+    return found
 
 
 def full_params(state: State) -> Tree:

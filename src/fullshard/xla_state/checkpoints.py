@@ -89,7 +89,7 @@ def _pieces(state: State) -> Iterator[Piece]:
     plan = state.plan
     for at, leaf in enumerate(jax.tree.leaves(state.params)):
         yield from _ranges(plan, at, leaf, partial(key_of, Kind.MODEL))
-    leaves, words = states_of(plan, state.opt_state)
+    leaves, words = states_of(state)
     for leaf in leaves:
         if leaf.at is not None:
             yield from _ranges(plan, leaf.at, leaf.value, partial(_state_key, words[leaf.name]))
@@ -161,7 +161,7 @@ def _facts(state: State, step: int | None, extras: Extras) -> tuple[dict[str, An
     if state.opt_state is not None:
         names = [n for a in state.plan.table.arrays if a.trainable for n in a.names()]
         groups = extras.groups or [{"params": names}]
-        leaves, words = states_of(state.plan, state.opt_state)
+        leaves, words = states_of(state)
         for leaf in leaves:
             if leaf.at is not None:
                 dtype_name(leaf.name, leaf.value)
@@ -172,6 +172,7 @@ def _facts(state: State, step: int | None, extras: Extras) -> tuple[dict[str, An
         pieces.extend(own)
         facts["optimizer"] = {
             "class": kind_of(leaves, words),
+            "rules": list(state.rules),
             "groups": coded(GROUPS, list(groups)),
             "scalars": coded(SCALARS, scalars),
             "others": table,
@@ -182,6 +183,7 @@ def _facts(state: State, step: int | None, extras: Extras) -> tuple[dict[str, An
     return facts, pieces
 
 
+ADAMW = ("scale_by_adam",)
 # torch's names of AdamW's states, which checkpoints use
 STATE_NAMES = {"mu": "exp_avg", "nu": "exp_avg_sq"}
 DTYPES = {str(dtype).removeprefix("torch."): name for dtype, name in DTYPE_NAMES.items()}
@@ -190,14 +192,15 @@ NUMPY = {name: np.dtype(jnp.dtype(dtype)) for dtype, name in DTYPES.items()}
 OTHERS, VARIABLES = "$optimizer.others", "$variables"  # leaves that belong to no parameter
 
 
-def states_of(plan: XlaPlan, opt_state: Any) -> tuple[list[Leaf], dict[str, str]]:
+def states_of(state: State) -> tuple[list[Leaf], dict[str, str]]:
     """The leaves of an optimizer's state, and the name under which each is saved.
 
-    Adam's states have torch's names. Others are named by their full path, which is unique.
+    The states of Adam's own rule have torch's names. Others, whose fields may have the same names,
+    are named by their full path, which is unique.
     """
-    leaves = leaves_of(plan, opt_state)
+    leaves = leaves_of(state.plan, state.opt_state)
     names = {leaf.name: leaf.name.rpartition(".")[2] for leaf in leaves if leaf.at is not None}
-    if sorted(names.values()) == sorted(STATE_NAMES):
+    if state.rules == ADAMW and sorted(names.values()) == sorted(STATE_NAMES):
         return leaves, {name: STATE_NAMES[last] for name, last in names.items()}
     return leaves, {name: name.replace("/", "~") for name in names}
 
@@ -318,15 +321,18 @@ def _num_updates(checkpoint: Checkpoint, get_tensor: Callable[[str], Any]) -> in
 def _with_saved_optimizer(state: State, source: _Saved) -> State:
     saved = source.checkpoint.state.get("optimizer") or {}
     kind, others = saved.get("class"), saved.get("others")
-    leaves, words = states_of(state.plan, state.opt_state)
+    rules = tuple(saved.get("rules", state.rules))  # torch and older checkpoints name none
+    leaves, words = states_of(state)
     has_states = any(
         key.startswith(f"{Kind.OPTIMIZER}/") for key in source.checkpoint.index.tensors
     )
-    if kind not in ("optax", kind_of(leaves, words)) or (kind == "SGD" and has_states):
+    is_same = kind in ("optax", kind_of(leaves, words)) and rules == state.rules
+    if not is_same or (kind == "SGD" and has_states):
         raise CheckpointError(
             f"{source.where}: expected the states of this optimizer "
-            f"({', '.join(sorted(words.values())) or 'none'}); it has those of {kind or 'none'}. "
-            "Load only the parameters: tx=None."
+            f"({', '.join([*state.rules, *sorted(words.values())]) or 'none'}); it has those of "
+            f"{', '.join([kind or 'none', *saved.get('rules', ())])}. Load only the parameters: "
+            "tx=None."
         )
     found: list[Any] = []
     for leaf in leaves:
