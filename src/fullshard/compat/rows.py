@@ -86,10 +86,13 @@ class FollowingRows(DTensor):
         return _LOCAL.__get__(self)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        result = super().__torch_dispatch__(func, types, args, kwargs or {})
-        if func._schema.is_mutable:  # functions of lists count no versions at DTensors
-            for row in tree_leaves((args, kwargs)):
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "").partition(".")[0]
+        if name.startswith(LIST_FUNCTIONS) and name.endswith("_"):  # they count no versions
+            is_foreach = name.startswith("_foreach_")
+            for row in tree_leaves((args[:1] if is_foreach else args, kwargs)):
                 if isinstance(row, FollowingRows):
                     increment_version(_LOCAL.__get__(row))
         return result
@@ -134,6 +137,7 @@ _LOCAL: Any = DTensor._local_tensor  # its slot
 _SOURCES: Any = WeakIdKeyDictionary()  # by rows; torch's stager copies their attributes
 _ROWS = "_fullshard_rows"  # of a shard that had rows once: a number, equal on all ranks; its rows
 _NUMBERS = count()
+LIST_FUNCTIONS = ("_foreach_", "_fused_", "_amp_")
 
 
 class _Owner:
