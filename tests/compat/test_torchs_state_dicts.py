@@ -259,8 +259,12 @@ def changed_in_place(shard, _):
         value.data.add_(0.1)
     yield model
     step(model, optimizer)
-    torch._foreach_zero_([state["net2.weight"]])
+    torch._foreach_zero_([state["net2.weight"]])  # torch 2.11 tells of no such write
     step(model, optimizer)
+    average = [value.clone() for value in state.values()]
+    torch._foreach_lerp_(average, [*state.values()], 0.5)  # which only reads the state dict
+    with torch.no_grad():
+        model.net1.weight.mul_(2)
     yield model
 
 

@@ -9,11 +9,11 @@ shard by all ranks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain, count
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from fullshard.compat.errors import MisuseError
 from fullshard.compat.wrapping import engine_for, everyones, record_of, topology
 from fullshard.engine.engine import Engine
 from fullshard.engine.full_state import whole_params
+from fullshard.engine.norms import from_host
 from fullshard.engine.optimizers import loaded_state
 from fullshard.engine.parameter import ShardedGradient, ShardedParameter, params_of, shards_in
 from fullshard.planner.mesh import Mesh
@@ -82,14 +83,17 @@ class FollowingRows(DTensor):
     def _local_tensor(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         if self in _SOURCES:
             _SOURCES[self].update()
-            _TAKEN.is_lent = True
+            _TAKEN.lent.add(_SOURCES[self].norms)
         return _LOCAL.__get__(self)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        result = super().__torch_dispatch__(func, types, args, kwargs or {})
-        if func._schema.is_mutable:  # functions of lists count no versions at DTensors
-            for row in tree_leaves((args, kwargs)):
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "").partition(".")[0]
+        if name.startswith(LIST_FUNCTIONS) and name.endswith("_"):  # they count no versions
+            is_foreach = name.startswith("_foreach_")
+            for row in tree_leaves((args[:1] if is_foreach else args, kwargs)):
                 if isinstance(row, FollowingRows):
                     increment_version(_LOCAL.__get__(row))
         return result
@@ -134,6 +138,7 @@ _LOCAL: Any = DTensor._local_tensor  # its slot
 _SOURCES: Any = WeakIdKeyDictionary()  # by rows; torch's stager copies their attributes
 _ROWS = "_fullshard_rows"  # of a shard that had rows once: a number, equal on all ranks; its rows
 _NUMBERS = count()
+LIST_FUNCTIONS = ("_foreach_", "_fused_", "_amp_")
 
 
 class _Owner:
@@ -141,6 +146,10 @@ class _Owner:
 
     def __init__(self, of: Any) -> None:
         self.ref: Any = weakref.ref(of)
+
+    def params(self) -> list[Any]:
+        """The weights, or those of which it has states."""
+        raise NotImplementedError
 
     def num_writes(self) -> Any:
         """What changes with each write of a weight; None: only the shards tell."""
@@ -153,6 +162,10 @@ class _Owner:
 
 class Weights(_Owner):
     """A marked module as the owner of its weights."""
+
+    def params(self) -> list[Any]:
+        """All of the module."""
+        return list(self.ref().parameters())
 
     def num_writes(self) -> Any:
         """Those that the engine has seen: `p.data.mul_` counts here, too."""
@@ -170,6 +183,10 @@ class Weights(_Owner):
 
 class States(_Owner):
     """An optimizer as the owner of its states."""
+
+    def params(self) -> list[Any]:
+        """All of its groups."""
+        return [param for group in self.ref().param_groups for param in group["params"]]
 
     def gather(self) -> Iterator[tuple[Any, torch.Tensor]]:
         """One state after another."""
@@ -202,6 +219,11 @@ class _Source:
     def number(self) -> int:
         """The number of its shard."""
         return getattr(self.shard, _ROWS)[0]
+
+    @property
+    def norms(self) -> Any:
+        """Those of its model: what its ranks compare goes through them."""
+        return self.param.record.norms
 
     def _now(self) -> tuple[Any, Any, int]:
         row, record = self.row(), self.param.record  # writes count at rows, or at their local part
@@ -247,8 +269,9 @@ class _Source:
         """Reads all rows of the owner again if the shard of these has changed."""
         if not self._is_changed() or self.is_written():
             return
-        with settled():
-            for shard, whole in self.owner.gather() if self.owner.ref() is not None else ():
+        owner = self.owner if self.owner.ref() is not None else None
+        with settled(owner.params() if owner is not None else ()):
+            for shard, whole in owner.gather() if owner is not None else ():
                 row = _row_of(shard)
                 if row is not None:
                     _SOURCES[row]._read(whole)
@@ -267,31 +290,45 @@ def _row_of(shard: Any) -> Any:
 
 
 class _Taken:
-    """Rows since the last forward.
+    """Rows since the last forward of their model. Norms stand for a model, as its ranks compare.
 
     Attributes:
         rows: Those of new state dicts by owner and number; they may be dropped after a write.
-        is_new: Whether there are some, on all ranks alike: one rank alone may have written them.
-        is_lent: Whether the memory of any was read or written.
+        new: Models that have some, on all ranks alike: one rank alone may have written them.
+        lent: Models of which the memory of rows was read or written.
         is_settled: Whether written rows were loaded and none is written now.
     """
 
     def __init__(self) -> None:
         self.rows: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
-        self.is_new = self.is_lent = self.is_settled = False
+        self.new: WeakSet[Any] = WeakSet()
+        self.lent: WeakSet[Any] = WeakSet()
+        self.is_settled = False
 
 
 _TAKEN = _Taken()
 
 
-def settle(*_: Any) -> None:
-    """Loads rows that were written. A collective if there are new or written rows."""
-    if _TAKEN.is_settled or not (_SOURCES or _TAKEN.is_new):
-        return
-    alive = {one.number: (row, one) for row, one in list(_SOURCES.items())}
+def settle(values: Iterable[Any]) -> None:
+    """Loads rows that were written, of the models of these shards.
+
+    A collective if there are new or written rows of these models; its ranks compare that all ask.
+    """
+    if (_SOURCES or _TAKEN.new) and not _TAKEN.is_settled:
+        for norms in {shard.record.norms: None for shard in shards_in(values)}:
+            _settle(norms)
+
+
+def _settle(norms: Any) -> None:
+    alive = {one.number: (row, one) for row, one in list(_SOURCES.items()) if one.norms is norms}
     numbers = sorted(number for number, (_, one) in alive.items() if one.is_written())
-    if numbers or _TAKEN.is_new:  # `dcp.load` writes no rows of a rank that has none of a weight
-        numbers = sorted({number for all_of in everyones(numbers) for number in all_of})
+    if not (numbers or norms in _TAKEN.new):
+        return
+    own = from_host([float(len(numbers))], norms.device)
+    if not norms.all_reduce(own, "state dicts that were written").item():
+        return
+    # `dcp.load` writes no rows of a rank that has none of a weight
+    numbers = sorted({number for all_of in everyones(numbers) for number in all_of})
     written = [alive[number] for number in numbers]
     values = [row.plain() for row, _ in written]
     for _, one in written:
@@ -302,9 +339,9 @@ def settle(*_: Any) -> None:
 
 
 @contextmanager
-def settled() -> Generator[None]:
+def settled(values: Iterable[Any]) -> Generator[None]:
     """Loads rows that were written, once for all reads inside. A collective."""
-    settle()
+    settle(values)
     before, _TAKEN.is_settled = _TAKEN.is_settled, True
     try:
         yield
@@ -312,19 +349,26 @@ def settled() -> Generator[None]:
         _TAKEN.is_settled = before
 
 
-def before_forward() -> None:
-    """The same, before a forward; rows that the script dropped may go."""
-    settle()
-    _TAKEN.rows.clear()
-    _TAKEN.is_new = _TAKEN.is_lent = False
+def before_change(engine: Engine) -> None:
+    """The same, before a forward or a new engine; rows that the script dropped may go."""
+    settle(member.param for member in engine.members)
+    for held in _TAKEN.rows.values():
+        for number in [n for n, row in held.items() if _SOURCES[row].norms is engine.norms]:
+            del held[number]
+    _TAKEN.new.discard(engine.norms)
+    _TAKEN.lent.discard(engine.norms)
+
+
+def before_step(optimizer: Any) -> None:
+    """The same, before a step of an optimizer."""
+    settle(States(optimizer).params())
 
 
 def before_read(values: Any, name: str | None) -> None:
     """The same, before shards are read; a function that a rank may call alone is refused."""
-    if name is None or (_TAKEN.is_lent and topology().world_size == 1):
-        if not values or any(not isinstance(x, ShardedGradient) for x in shards_in(values)):
-            settle()
-    elif _TAKEN.is_lent and not _TAKEN.is_settled:
+    if name is None or (_TAKEN.lent and topology().world_size == 1):
+        settle(x for x in shards_in(values) if not isinstance(x, ShardedGradient))
+    elif _TAKEN.lent and not _TAKEN.is_settled:
         shards = shards_in(values)
         for row in map(_row_of, [*shards, *chain.from_iterable(map(params_of, shards))]):
             if row is not None and _SOURCES[row].is_written():
@@ -346,7 +390,7 @@ def follow(owner: _Owner, engine: Engine, shard: Any, param: Any, value: DTensor
     one.owner = owner
     one.take(value)
     _TAKEN.rows.setdefault(owner.ref(), {})[one.number] = row
-    _TAKEN.is_new = True
+    _TAKEN.new.add(one.norms)
     return row
 
 
@@ -356,7 +400,12 @@ def shard_of(value: Any) -> Any:
     return value if one is None else one.shard
 
 
-def unfollowed(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """A state dict to load, of rows as they are before the first weight changes. A collective."""
-    settle()
+def unfollowed(state: Mapping[Any, Any], params: Iterable[Any]) -> dict[Any, Any]:
+    """A state dict to load, of rows as they are before the first weight changes. A collective.
+
+    Args:
+        state: Rows and other values.
+        params: The weights that it is loaded into, or those whose states it is loaded into.
+    """
+    settle([*params, *(shard_of(value) for value in state.values())])
     return {key: v.plain() if isinstance(v, FollowingRows) else v for key, v in state.items()}

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from fullshard.compat import rows
 from fullshard.compat.errors import MisuseError, MisuseValueError
 from fullshard.compat.wrapping import (
-    before_forward,
+    before_change,
     cut,
     engine_for,
     everyones,
@@ -111,7 +111,6 @@ def state_dict(
     """
     if _busy or AS_SHARDS.get():
         return inner(*args, **kwargs)
-    rows.settle()
     engine = engine_for(module)
     with _outermost_call(), ExitStack() as shown:
 
@@ -514,8 +513,8 @@ def show_rows(module: nn.Module, when: Callable[[], bool] = always) -> None:
             setattr(param, _SHOWN, shown)
     if _listen not in WATCHED.callbacks:
         WATCHED.callbacks.append(_listen)
-        WATCHED.before_step.append(rows.settle)
-        before_forward.append(rows.before_forward)
+        WATCHED.before_step.append(rows.before_step)
+        before_change.append(rows.before_change)
         BEFORE_READ.append(rows.before_read)
     WATCHED.add(module)
 
@@ -567,7 +566,7 @@ def _take_rows(optimizer: Optimizer, state: States) -> States:
     keys = [key for group in state["param_groups"] for key in group["params"]]  # numbers or names
     param_of = dict(zip(keys, params, strict=False))  # torch's load goes by position too
     held = {(key, name): v for key, values in state["state"].items() for name, v in values.items()}
-    plain = rows.unfollowed(held)
+    plain = rows.unfollowed(held, params)
     taken = {key: {n: plain[key, n] for n in values} for key, values in state["state"].items()}
     for key, values in taken.items():
         if key in param_of:

@@ -377,7 +377,7 @@ def _order_of(units: Mapping[str, Wrapped]) -> tuple[int, ...]:
     return orders.pop() if orders else ()
 
 
-before_forward: list[Callable[[], None]] = []  # called before an outermost forward
+before_change: list[Callable[[Engine], None]] = []  # before an outermost forward or a new engine
 
 
 def _with_changes(root: nn.Module, *, is_forward: bool = False) -> Engine | None:
@@ -386,9 +386,9 @@ def _with_changes(root: nn.Module, *, is_forward: bool = False) -> Engine | None
     if engine.unsharded or any(unit.swapped for unit in engine.units):
         return None  # inside a forward: modules contain compute parameters
     put_back_shards(engine)
-    for call in before_forward if is_forward else ():
-        call()
     is_new = needs_new_plan(engine)
+    for call in before_change if is_forward or is_new or wrapped.needs_plan else ():
+        call(engine)
     if engine.norms.waits and (is_new or wrapped.needs_plan):
         with no_guard():
             grads = [member.param.grad for member in engine.members]

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 BEFORE_READ: list[Callable[[Any, str | None], None]] = []
 
 
-def before_read(values: Any = (), name: str | None = None) -> None:
+def before_read(values: Any, name: str | None = None) -> None:
     """Call what brings shards up to date (`BEFORE_READ`), before they are read or written.
 
     Args:
-        values: Operands that contain the shards; () for all weights.
+        values: Operands that contain the shards.
         name: The function that reads them if each rank may call it alone; None: all ranks call it.
     """
     if name not in READ_NOTHING:

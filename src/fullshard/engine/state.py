@@ -322,7 +322,7 @@ def model_tensors(model: nn.Module) -> list[LocalPart]:
     if engine.unsharded:
         raise EngineError("saving inside fs.unsharded: expected shards. Save outside of the block.")
     engine.check_params()
-    before_read()
+    before_read([member.param for member in engine.members])
     parts: list[LocalPart] = []
     for member in engine.members:
         piece = member.piece

@@ -287,7 +287,7 @@ class Group:
 
     def gather_master(self) -> torch.Tensor:
         """(numel,), master dtype: the whole flat buffer, newly allocated. A collective."""
-        before_read()
+        before_read([member.param for member in self.members])
         layout = self.plan.layout
         self.unit.compare(self.members[0].param, self.unit.plan.title)
         full = torch.empty(layout.numel, dtype=self.master.dtype, device=self.full.device)

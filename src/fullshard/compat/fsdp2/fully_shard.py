@@ -279,7 +279,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         Only one unit is gathered at a time. A model with values copies, even with `assign`.
         """
         _close_open(self)
-        state = rows.unfollowed(state_dict)
+        state = rows.unfollowed(state_dict, self.parameters())
         if assign and has_meta(self):
             state_dicts.take_values(self, state)
             _show_placements(self)
@@ -288,7 +288,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Keeps the objects of parameters on meta, so that ties and optimizers stay right."""
         _close_open(self)
-        rows.settle()
+        rows.settle(self.parameters())
         tables = [module._parameters for module in self.modules()]
         entries = [(at, name, param) for at in tables for name, param in at.items()]
         places = [(at, name, p) for at, name, p in entries if p is not None and p.is_meta]
