@@ -104,9 +104,8 @@ def _own_storages(
                 value.data = tied.data
                 continue
             memory = value.untyped_storage()[start : start + value.nbytes]
-            value.data = torch.empty(0, dtype=value.dtype, device=value.device).set_(
-                memory, 0, value.shape
-            )
+            empty = torch.empty(0, dtype=value.dtype, device=value.device)
+            value.data = empty.set_(memory, 0, value.shape, value.stride())
             owned[key] = value
 
 
