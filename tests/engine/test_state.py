@@ -5,6 +5,7 @@ import itertools
 import os
 import pickle
 import re
+from contextlib import nullcontext
 from functools import partial
 from unittest.mock import patch
 
@@ -231,6 +232,26 @@ def test_where_nothing_is_cut_torch_save_works(tmp_path):
         torch.save(model.state_dict(), tmp_path / "model.pt")
         state = torch.load(tmp_path / "model.pt", weights_only=True)
         assert same(state, whole.state_dict())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_whole_tensors_of_a_state_dict_share_storages_only_if_tied(strategy, tmp_path):
+    from accelerate.utils.modeling import id_tensor_storage
+
+    _, model, whole = sharded(strategy=strategy, tied=True)
+    with nullcontext() if strategy == "no_shard" else fs.unsharded(model):
+        state = model.state_dict()
+        assert len({id_tensor_storage(value) for value in state.values()}) == len(state) - 1
+        sizes = []
+        for number, saved in enumerate((state, whole.state_dict())):
+            torch.save(saved, file := tmp_path / f"{rank()}_{number}.pt")
+            sizes.append(file.stat().st_size)
+        assert sizes[0] < 1.1 * sizes[1]
+        one = state["blocks.0.mid.weight"]
+        with torch.no_grad():
+            one.mul_(2)
+        assert same({"": model.blocks[0].mid.weight.detach()}, {"": one})
 
 
 # ---- fs.unsharded -----------------------------------------------------------------------------

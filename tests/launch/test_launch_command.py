@@ -388,6 +388,7 @@ def test_settings_of_the_file_reach_the_script_or_are_named(launch, tmp_path):
     file.write_text(
         "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n"
         "  gradient_accumulation_steps: 3\n  gradient_clipping: 0.1\n  zero_stage: 0\n"
+        "dynamo_backend: INDUCTOR\n"
     )
     text = """
 import os
@@ -397,6 +398,7 @@ print(*(os.environ[f"ACCELERATE_{name}"] for name in
     out, _ = launch(text, "--config_file", str(file), "--nproc-per-node", "1").communicate()
     assert "true bf16 3\n" in out
     assert "gradient_clipping: no effect on a script" in out
+    assert "dynamo_backend: lost: the model runs without torch.compile" in out
     file.write_text("training: {bf16: true, gradient_checkpointing: true}\n")
     out, _ = launch("", "--config_file", str(file), "--dry-run").communicate()
     assert "no effect" not in out  # they set keys of sharding, which scripts receive

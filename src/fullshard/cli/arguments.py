@@ -94,11 +94,11 @@ def load(
         files = files or ([] if default is None else [default])
     resolved = load_config(files or None, overrides, needs_model=not explaining)
     if not explaining:
-        _say_lost(resolved)
+        say_lost(resolved)
     return resolved
 
 
-def _say_lost(resolved: Resolved) -> None:
+def say_lost(resolved: Resolved) -> None:
     """Print the keys of another tool's file that have no effect here."""
     from fullshard.config.dialects.rules import Status
     from fullshard.config.environment import read_launch_environment, settings_of_accelerate

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fullshard.cli.arguments import DryRunFlag
+from fullshard.cli.arguments import DryRunFlag, say_lost
 from fullshard.cli.outcome import Outcome, launch_outcome
 from fullshard.config.regular_files import did_you_mean_path
 from fullshard.errors import ConfigError, untrusted
@@ -114,7 +114,8 @@ def launch(  # noqa: PLR0913  (one parameter an option)
         config_file=config_file and config_file.absolute(),
         variables=_for_accelerate(resolved),
     )
-    if resolved and not module:
+    if resolved and not (module and script.split(".")[0] == "fullshard"):  # which says it itself
+        say_lost(resolved)
         _say_idle(resolved)
     if dry_run:
         ranks = f"ranks {order.ranks[0]} to {order.ranks[-1]} of {order.world_size}"

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,7 +33,7 @@ from fullshard.engine.cuts import Cut
 from fullshard.engine.engine import Engine, close_interrupted, engine_of
 from fullshard.engine.norms import Count, sample_hash
 from fullshard.engine.owned import OwnedOptimizer, owns_states
-from fullshard.engine.parameter import Guarded, ShardedParameter
+from fullshard.engine.parameter import Guarded, ShardedParameter, ShardedTensor
 from fullshard.engine.placing import shard_shape
 from fullshard.engine.record import before_read
 from fullshard.engine.unit import Member, Unit, alive
@@ -50,10 +50,14 @@ def numel_of(param: torch.Tensor) -> int:
     return math.prod(param.record.shape if isinstance(param, ShardedParameter) else param.shape)
 
 
+# Tensors of state dicts that have a storage of their own, by address, dtype and shape.
+_Owned = MutableMapping[tuple[Any, ...], torch.Tensor]
+
+
 def hook_loading(model: nn.Module, engine: Engine) -> list[Any]:
     """Make `load_state_dict` accept whole tensors on every rank, at any level of the model.
 
-    It and `state_dict` also close a forward that was interrupted.
+    It and `state_dict` also close a forward that was interrupted. See `_own_storages`.
     """
     members: dict[int, dict[str, Member]] = {}
     for unit in engine.units:
@@ -67,8 +71,42 @@ def hook_loading(model: nn.Module, engine: Engine) -> list[Any]:
 
     handles = [m.register_load_state_dict_pre_hook(close) for m, _ in found]
     handles += [m.register_state_dict_pre_hook(close) for m, _ in found]
+    owned: _Owned = weakref.WeakValueDictionary()
+    for module, own in found:
+        handles.append(module.register_state_dict_post_hook(partial(_own_storages, own, owned)))
     slices = [m.register_load_state_dict_pre_hook(partial(_slice_state, own)) for m, own in found]
     return handles + slices
+
+
+def _own_storages(
+    members: dict[str, Member],
+    owned: _Owned,
+    _module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    _local_metadata: dict[str, Any],
+) -> None:
+    """Give whole parameters in a state dict storages of their own, at the same addresses.
+
+    They are views of one buffer. Accelerate takes views of one storage for tied weights and drops
+    all but one; safetensors refuses them; torch.save writes the whole buffer.
+    """
+    with no_guard():
+        for name, member in members.items():
+            value: Any = state_dict.get(prefix + name)
+            is_cut = issubclass(type(value), Guarded) and value.record.is_cut
+            is_view = type(value) in (torch.Tensor, ShardedTensor) and member.cut is None
+            if is_cut or not is_view or not value.numel() or not value.is_contiguous():
+                continue
+            address, start = value.data_ptr(), value.storage_offset() * value.itemsize
+            tied = owned.get(key := (address, value.dtype, value.shape))
+            if tied is not None and tied.data_ptr() == address:
+                value.data = tied.data
+                continue
+            memory = value.untyped_storage()[start : start + value.nbytes]
+            empty = torch.empty(0, dtype=value.dtype, device=value.device)
+            value.data = empty.set_(memory, 0, value.shape, value.stride())
+            owned[key] = value
 
 
 def _slice_state(

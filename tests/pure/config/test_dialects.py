@@ -104,6 +104,22 @@ def test_fsdp_of_the_trainer_is_text_or_list_or_mapping(load, form, written, str
     assert (sharding.offload and sharding.offload.optimizer) == offload
 
 
+@pytest.mark.parametrize(
+    ("text", "is_lost"),
+    [
+        ("zero_optimization: true\nfp16: {enabled: true, initial_scale_power: 8}", True),
+        ("zero_optimization: true\nfp16: {enabled: true, initial_scale_power: 16}", False),
+        ("zero_optimization: true\nfp16: {enabled: false, loss_scale_window: 100}", False),
+        ("zero_optimization: true\nscheduler: {params: {last_batch_iteration: 7}}", True),
+        ("output_dir: x\ntorch_dtype: bfloat16", True),
+        ("output_dir: x\ndtype: auto", False),
+        ("base_model: x\nshuffle_merged_datasets: false", True),
+    ],
+)
+def test_a_key_that_would_change_numbers_is_lost_and_not_idle(load, text, is_lost):
+    assert any(note.status is Status.LOST for note in load(text).notes) == is_lost
+
+
 def test_no_is_a_word_to_accelerate_and_one_process(load):
     config = load("distributed_type: NO\nmixed_precision: no\nfsdp_config:\n").config
     assert (config.strategy, config.launch.num_processes) == (Strategy.NO_SHARD, 1)
