@@ -303,6 +303,21 @@ def test_methods_of_modules():
     assert kept[1].weight.shape == (4, 4)
 
 
+@on_ranks(2)
+def test_blocks_that_the_compiler_has_wrapped_are_units_as_torchs_are():
+    """As torchtitan does it."""
+    model, reference = build(), build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # importing torch's compiler warns
+        for at, layer in enumerate(model.layers):
+            model.layers[at] = fully_shard(torch.compile(layer, backend="eager"))
+        train(fully_shard(model))
+    train_alone(reference)
+    state = {name.replace("_orig_mod.", ""): value for name, value in whole(model).items()}
+    assert_same_state(state, reference.state_dict())
+    assert len(engine_of(model).units) == 1 + len(model.layers)
+
+
 def _reshard(value):
     fully_shard(nn.Linear(2, 2), reshard_after_forward=value)
 
@@ -340,12 +355,8 @@ def test_what_is_refused():
 
     line = nn.Linear(2, 2)
     fully_shard(line)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # importing torch's compiler warns
-        compiled = torch.compile(nn.Tanh(), backend="eager")
     cases = [
         (NotImplementedError, "got a lazy one", lambda: fully_shard(nn.LazyLinear(2))),
-        (NotImplementedError, "module.compile", lambda: fully_shard(compiled)),
         (ValueError, "scalar parameters", lambda: fully_shard(Scalar())),
         (NotImplementedError, "non-contiguous", lambda: fully_shard(Strided())),
         (ValueError, "containers", lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)]))),

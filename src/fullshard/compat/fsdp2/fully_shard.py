@@ -345,7 +345,8 @@ def fully_shard(
     Returns:
         The argument `module`.
     """
-    modules = list(module) if isinstance(module, list | tuple) else [module]
+    given = list(module) if isinstance(module, list | tuple) else [module]
+    modules = [getattr(one, "_orig_mod", one) for one in given]  # inside of torch.compile(module)
     mesh = mesh if dp_mesh_dims is None else _data_parallel(mesh, dp_mesh_dims)
     sizes = _sizes(mesh)
     _check_reshard(reshard_after_forward, sizes)
@@ -480,11 +481,6 @@ def _check_module(module: Any, ignored: set[int]) -> None:
             "Each distinct composable distributed API can only be applied to a module once. The "
             f"following APIs have already been applied to the following module: "
             f"['fully_shard']\n{module}"
-        )
-    if hasattr(module, "_orig_mod"):
-        raise NotOfferedError(
-            "fully_shard: expected a module that torch.compile(module) has not wrapped; got "
-            f"{type(module).__name__}. Call module.compile() instead, or compile it afterwards."
         )
     check_unsharded(module)
     for name, param in module.named_parameters():
