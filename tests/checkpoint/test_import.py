@@ -310,9 +310,11 @@ def test_a_flipped_byte_of_a_weight_is_found(fullshard, tmp_path, name):
 def test_an_import_of_several_formats_says_which_it_leaves(fullshard, tmp_path):
     torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
     torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model_fsdp.bin")
+    (tmp_path / "adapter_model.safetensors").touch()
     done = fullshard("ckpt", "import", tmp_path, tmp_path / "new", "--dry-run", "--json")
     assert done.json["source"] == "a Hugging Face folder"
-    assert done.json["left_out"] == ["pytorch_model_fsdp.bin, of another format"]
+    adapters = "adapter_model.safetensors, not merged"
+    assert done.json["left_out"] == ["pytorch_model_fsdp.bin, of another format", adapters]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -274,10 +274,14 @@ def test_a_tensor_that_two_files_hold_is_refused(llama_folder):
     table = dict.fromkeys(one, "a.safetensors") | dict.fromkeys(other, "b.safetensors")
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": table}))
-    with pytest.raises(ConfigError, match=f"expected {min(one)} only in .*a.safetensors'"):
+    said = rf"expected {min(one)} only in .*a\.safetensors', .* '.*b\.safetensors' has it"
+    with pytest.raises(ConfigError, match=said):
         check_weights_of(on_meta(make, "llama"), folder)
     save_file(other, folder / "b.safetensors")
     check_weights_of(on_meta(make, "llama"), folder)
+    index.write_text(json.dumps({"weight_map": {**table, "other": "b.safetensors"}}))
+    with pytest.raises(ConfigError, match=r"expected other only in .*b\.safetensors' lacks it"):
+        check_weights_of(on_meta(make, "llama"), folder)
     save_file({name: value + 1 for name, value in stored.items()}, folder / "model.safetensors")
     model = fs.shard(on_meta(make, "llama"), weights=folder)  # which transformers would load, too
     got = fs.full_state_dict(model)["model.norm.weight"]

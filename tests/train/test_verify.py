@@ -162,6 +162,13 @@ def test_frozen_and_ignored_parameters_are_not_trained(config):
     )
 
 
+def test_globs_may_name_the_adapters_of_a_run():
+    words = ("lora={r: 4}", "freeze=['*.layers.0.*lora_A*']")
+    prepared = verify.prepare(load_config(None, [MODEL, *words]).config, None)
+    lost = "freeze: *.layers.0.*lora_A* matches nothing in the small model."
+    assert (prepared.job.frozen, lost in prepared.notes) == ((), True)
+
+
 def test_settings_of_a_run_that_the_check_leaves_out_are_named():
     words = ("training.optim=sgd", "training.ema_decay=0.9", "training.loss_chunk_size=0")
     prepared = verify.prepare(load_config(None, [MODEL, *words]).config, None)

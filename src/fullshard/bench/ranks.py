@@ -86,8 +86,9 @@ def run_ranks(
     launch, result, found = call_on_ranks(function, call, num_ranks, timeout_s)
     print_failure(launch, result)
     if result.exit_code:
+        cause = "the error above" if result.failure else "a signal"
         error = FullshardError(
-            f"{what}: expected exit code 0, got {result.exit_code}. See the error above."
+            f"{what}: expected exit code 0, got {result.exit_code}, because of {cause}."
         )
         error.exit_code = result.exit_code
         raise error

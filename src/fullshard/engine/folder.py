@@ -192,8 +192,9 @@ class FolderWeights(FileNames):
             listed = {n for n in {*self._files} | there if self._files.get(n, file) == file}
             if wrong := listed ^ there:
                 raise ConfigError(
-                    f"weights: expected {min(wrong)} only in '{self._files[min(wrong)]}', where "
-                    f"{INDEX} says it is; '{file}' differs. Copy or download the folder again."
+                    f"weights: expected {min(wrong)} only in '{self._files[min(wrong)]}', as "
+                    f"{INDEX} says; '{file}' {'has' if min(wrong) in there else 'lacks'} it. Copy "
+                    "or download the folder again."
                 )
 
     @contextmanager

@@ -79,6 +79,7 @@ def open_source(path: Path, config: Path | None = None) -> Generator[Source]:
             names = [next((n for n in format_ if any(path.glob(n))), "") for format_ in FORMATS]
             left = [f"{n}, of another format" for n in [n for n in names if n][1:]]
             left += [f"{n}, of the Trainer" for n in TRAINERS if any(path.glob(n))]
+            left += [f"{n.name}, not merged" for n in sorted(path.glob("adapter_model.*"))]
             source = replace(source, left_out=(*source.left_out, *left))
             if source.step is None and (path / TRAINER_STATE).is_file():
                 state = json.loads(read_regular(path / TRAINER_STATE))

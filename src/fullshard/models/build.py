@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ADAPTERS = "adapter_config.json"
 _OTHER_WEIGHTS = ("*.gguf", "*.msgpack", "*.h5", "consolidated*.pth")
 DEFAULT_VOCAB_SIZE = 8192  # of a tokenizer trained on the data, if no size is given
 
@@ -259,6 +260,12 @@ def _check_folder(config: PretrainedConfig, folder: Path, section: str) -> None:
             f"quantization_config in '{folder / CONFIG}'. Save the model dequantized "
             "(transformers: model.dequantize()), and use that folder. If its weights are not "
             "quantized, remove the entry."
+        )
+    if (folder / ADAPTERS).is_file():  # transformers would add them as it loads the folder
+        raise ConfigError(
+            f"{section}.name_or_path: expected whole weights, got '{folder}' with {ADAPTERS}: "
+            "its adapters would be left out. Merge them (peft: model.merge_and_unload()), and use "
+            "that folder. If the weights are whole without them, remove the file."
         )
     check_weights_of(build_on_meta(config), folder)
 

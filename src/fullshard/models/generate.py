@@ -59,6 +59,8 @@ class SamplingSettings:
             if not fits:
                 option, value = name.replace("_", "-"), show(getattr(self, name))
                 raise ConfigError(f"--{option}: expected {expected}, got {value}.")
+        if self.temperature < LEAST_TEMPERATURE and (self.top_k, self.top_p) != (0, 1):
+            logger.warning("--top-k, --top-p: no effect with --temperature 0, which never samples")
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of transformers' `generate`; all are given, so a model's folder sets none."""

@@ -35,6 +35,7 @@ from fullshard.launch.spawn import LocalLaunch
 from fullshard.launch.supervise import LaunchResult
 from fullshard.models.build import given_model_config
 from fullshard.models.config import freeze
+from fullshard.models.lora import add_adapters
 from fullshard.models.small import (
     Change,
     Shrunk,
@@ -278,6 +279,8 @@ def _check_names(config: RunConfig, full: PretrainedConfig) -> None:
     keys = ("ignore", "fp32_modules")
     if config.freeze or any(getattr(sharding, key) for key in keys):
         model = build_on_meta(full)
+        if config.lora is not None:
+            add_adapters(model, config.lora)  # globs may name them
         freeze(model, config.freeze)
         fs.plan(model, {key: getattr(sharding, key) for key in keys}, world_size=1)
 

@@ -171,7 +171,7 @@ def test_many_prompts_are_counted_while_they_are_sampled(model, monkeypatch, cap
     assert len(caplog.messages) == 2
 
 
-def test_what_a_folder_says_of_sampling_changes_nothing_that_was_not_asked_for():
+def test_what_a_folder_says_of_sampling_changes_nothing_that_was_not_asked_for(caplog):
     drawn = SamplingSettings(temperature=0.5).arguments()
     assert drawn == {
         "do_sample": True,
@@ -180,4 +180,6 @@ def test_what_a_folder_says_of_sampling_changes_nothing_that_was_not_asked_for()
         "top_p": 1.0,
         "repetition_penalty": 1.0,
     }
+    assert not caplog.text
     assert SamplingSettings(temperature=0, top_k=3).arguments()["do_sample"] is False
+    assert "--top-k, --top-p: no effect with --temperature 0" in caplog.text

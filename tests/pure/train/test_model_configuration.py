@@ -213,10 +213,15 @@ def saved_with(tmp_path, change, **settings):
 
 
 @pytest.mark.parametrize("section", ["model", "teacher"])
-def test_weights_that_their_config_calls_quantized_are_refused(tmp_path, section):
+def test_weights_that_their_config_calls_quantized_or_adapted_are_refused(tmp_path, section):
     saved_with(tmp_path, {})
     config = load_config([read_job()], [f"{section}={tmp_path}"]).config
     check_weights(config)
+    adapters = tmp_path / "adapter_config.json"  # transformers would add them to the weights
+    adapters.write_text('{"peft_type": "LORA"}')
+    with pytest.raises(ConfigError, match=rf"{section}.name_or_path: .* with {adapters.name}"):
+        check_weights(config)
+    adapters.unlink()
     path = tmp_path / "config.json"
     quantized = {"quantization_config": {"quant_method": "fp8"}}
     path.write_text(json.dumps({**json.loads(path.read_text()), **quantized}))
