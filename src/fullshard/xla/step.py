@@ -45,7 +45,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
+from jax import core, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fullshard.errors import ConfigError
@@ -363,7 +363,7 @@ def check_state(plan: XlaPlan, state: State) -> None:
             "with other shapes, master dtypes or another mesh. Make the state with this plan "
             "(fullshard.jax.shard), or save and load it."
         )
-    is_traced = isinstance(state.step, jax.core.Tracer)  # by a jax.jit around the step
+    is_traced = isinstance(state.step, core.Tracer)  # by a jax.jit around the step
     if isinstance(state.step, jax.Array) and not is_traced and state.step.is_deleted():
         raise ConfigError(
             "state: expected the state that the last step returned; got one that a step has used "
