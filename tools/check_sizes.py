@@ -27,17 +27,17 @@ EXEMPT = ("src/fullshard/compat/",)
 # number when code goes, never raise one without a line in docs/log.md that says what it bought.
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
-    "bench": 1_796,
-    "config": 3_400,
-    "cli": 2_053,
-    "engine + transport": 8_885,
+    "bench": 1_797,
+    "config": 3_417,
+    "cli": 2_056,
+    "engine + transport": 8_914,
     "planner + outlook": 4_296,
-    "data + models + recipes + run + verify": 9_315,
+    "data + models + recipes + run + verify": 9_327,
     "observe + launch": 3_407,
-    "compat + integrations": 3_036,
-    "xla + jax + xla_state": 2_969,
-    "checkpoint + formats": 2_987,
-    "in all": 43_217,
+    "compat + integrations": 3_067,
+    "xla + jax + xla_state": 3_036,
+    "checkpoint + formats": 2_988,
+    "in all": 43_378,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
