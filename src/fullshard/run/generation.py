@@ -20,7 +20,7 @@ from fullshard.engine.homes import default_device
 from fullshard.engine.hugging_face import read_config, read_model, read_tokenizer
 from fullshard.errors import ConfigError, printable, untrusted
 from fullshard.launch import rendezvous
-from fullshard.models.build import build_sharded
+from fullshard.models.build import build_sharded, check_weights, weights_folder
 from fullshard.models.config import quiet_libraries
 from fullshard.models.generate import Sample, Sampler, SamplingSettings, ScoreProcessor
 
@@ -149,8 +149,11 @@ def _sharded(request: Request, config: PretrainedConfig, device: torch.device) -
         "model": {"name_or_path": str(request.folder), "trust_remote_code": request.trust},
         "sharding": {"master_dtype": getattr(config, "dtype", None) or torch.float32},
     }
-    frozen = methodcaller("requires_grad_", requires_grad=False)
-    return build_sharded(RunConfig(**settings), config, device, frozen)
+    frozen, run = methodcaller("requires_grad_", requires_grad=False), RunConfig(**settings)
+    if weights_folder(run) is None:  # a training run would begin with random ones
+        raise FileNotFoundError("no weights")
+    check_weights(run)
+    return build_sharded(run, config, device, frozen)
 
 
 def _shown(request: Request, prompt: str) -> str:

@@ -266,6 +266,9 @@ def test_a_folder_that_cannot_generate_is_one_typed_error(tmp_path, file, change
     path.write_text(whole if isinstance(whole, str) else json.dumps(whole))
     with pytest.raises(ConfigError, match=said):
         generate(Request(tmp_path, ("some",), SamplingSettings(2)))
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="FOLDER: "):  # never from random weights
+        generate(Request(tmp_path, ("some",), SamplingSettings(2)), is_sharded=True)
 
 
 def test_a_model_that_reads_what_it_predicts_is_refused():
