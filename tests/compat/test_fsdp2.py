@@ -355,6 +355,7 @@ def test_what_is_refused():
         (ValueError, "bool or an int", lambda: _reshard("always")),
         (ValueError, "Expects FSDPModule", lambda: _prefetch(line)),
         (NotImplementedError, "set_all_reduce_hook", lambda: line.set_all_reduce_hook(print)),
+        (NotImplementedError, "finalization", lambda: line.set_manual_backward_finalization(True)),
         (NotImplementedError, "set_custom", lambda: line.set_custom_all_gather(None)),
         (NotImplementedError, "set_custom", lambda: line.set_custom_reduce_scatter(None)),
         (AssertionError, "Shard dim 1 is invalid for 1D", lambda: _place(1)),

@@ -27,6 +27,7 @@ from fullshard.compat.errors import MisuseError
 from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from fullshard.compat.fsdp1 import always_wrap_policy
 from fullshard.compat.fsdp2 import fully_shard
+from fullshard.errors import EngineError
 from support.ranks import on_ranks
 
 
@@ -496,3 +497,16 @@ def test_a_checkpoint_is_read_into_rows_that_are_long_kept(tmp_path):
     load(state, tmp_path)
     whole = fs.full_state_dict(model, rank0_only=False)
     torch.testing.assert_close(whole, wanted)
+
+
+@pytest.mark.parametrize("facade", [True, False])
+@on_ranks(2)
+def test_a_norm_that_one_rank_asks_alone_beside_new_rows_is_refused_on_all(facade):
+    torch.manual_seed(0)
+    model, native = fully_shard(ToyModel()), fs.shard(ToyModel())
+    state = model.state_dict()
+    read = model if facade else native
+    asks = read.net1.weight.norm if dist.get_rank() == 0 else lambda: read(torch.ones(1, 16))
+    with pytest.raises(EngineError, match="expected the same call on every rank"):
+        asks()
+    assert len(state) == 4

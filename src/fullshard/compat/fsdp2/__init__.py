@@ -24,8 +24,9 @@ from fullshard.compat.fsdp2.fully_shard import (
     share_comm_ctx,
 )
 
-# torch 2.13; `fully_shard` refuses it by name
+# torch 2.13 and 2.15; `fully_shard` and its modules refuse them by name
 DataParallelMeshDims = getattr(_torch_fsdp, "DataParallelMeshDims", None)
+GradientReductionHandle = getattr(_torch_fsdp, "GradientReductionHandle", None)
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -34,6 +35,7 @@ __all__ = [
     "FSDP2Config",
     "FSDP2Wrapper",
     "FSDPModule",
+    "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "UnshardHandle",

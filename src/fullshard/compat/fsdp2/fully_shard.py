@@ -262,6 +262,14 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         """Refused."""
         _refuse("set_all_reduce_hook")
 
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Refused: torch 2.15 has it."""
+        if enabled:
+            raise NotOfferedError(
+                "set_manual_backward_finalization: expected backwards that reduce at their end; "
+                "manual ones are not supported. Defer with set_requires_gradient_sync(False)."
+            )
+
     # ---- state
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
