@@ -24,6 +24,7 @@ from support import forked as subprocess
 from support.models import Chain, perturbed, vectors
 from support.parity import whole_params
 from support.ranks import on_ranks
+from support.scripts import error_of
 
 
 def chain():
@@ -115,14 +116,21 @@ def test_descriptors_and_addresses_go_away_with_the_model():
 
 @on_ranks(2)
 def test_forked_children_do_no_harm():
-    """A forked child, as a data loader's worker is, that outlives the steps beside it."""
+    """A forked child, as a data loader's worker is, that outlives the steps beside it.
+
+    It can write no weights, whose memory is that of all ranks, and begin no forward.
+    """
     torch.manual_seed(0)
     model, losses = chain(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told, end = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12's, of threads and fork
         child = os.fork()
     if child == 0:
+        calls = (model.stem.weight.zero_, lambda: model(vectors(0, 0)["x"]))
+        with torch.no_grad():
+            os.write(end, str(["forked process" in error_of(call) for call in calls]).encode())
         time.sleep(60)
         os._exit(0)
     try:
@@ -132,6 +140,7 @@ def test_forked_children_do_no_harm():
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
+        assert os.read(told, 100) == b"[True, True]"
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

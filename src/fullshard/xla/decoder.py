@@ -57,6 +57,7 @@ class DecoderConfig:
         num_experts: Experts of a layer, of inner width `intermediate_size`; 0: the model is dense.
         num_experts_per_tok: Number of experts that a token chooses.
         norm_topk_prob: Whether the weights of these are divided by their sum.
+        pad_token_id: The token whose embedding is not trained; None: all are.
     """
 
     vocab_size: int
@@ -76,6 +77,7 @@ class DecoderConfig:
     num_experts: int = 0
     num_experts_per_tok: int = 0
     norm_topk_prob: bool = True
+    pad_token_id: int | None = None
 
     @classmethod
     def of(cls, config: Any, key: str = "model.config") -> DecoderConfig:
@@ -111,6 +113,7 @@ class DecoderConfig:
             mlp_bias=bool(getattr(config, "mlp_bias", False)),
             qk_norm=kind in ("qwen3", "qwen3_moe"),
             rope=rope,
+            pad_token_id=getattr(config, "pad_token_id", None),
         )
 
     def check_axes(self, sharding: ShardConfig, key: str = "", *, alone: bool = True) -> None:
@@ -273,6 +276,8 @@ def hidden_of(
     """
     model, ids, places = params["model"], batch["input_ids"], batch.get("position_ids")
     x = model["embed_tokens"]["weight"][ids]
+    if config.pad_token_id is not None:  # nn.Embedding(padding_idx) does not train it
+        x = jnp.where((ids == config.pad_token_id)[..., None], jax.lax.stop_gradient(x), x)
     turns = _rotations(config, ids.shape[1], x.dtype)
     seen = jnp.tril(jnp.ones((ids.shape[1], ids.shape[1]), bool))
     if places is not None:
