@@ -507,6 +507,6 @@ def test_a_norm_that_one_rank_asks_alone_beside_new_rows_is_refused_on_all(facad
     state = model.state_dict()
     read = model if facade else native
     asks = read.net1.weight.norm if dist.get_rank() == 0 else lambda: read(torch.ones(1, 16))
-    with pytest.raises(EngineError, match="expected the same call on every rank"):
+    with pytest.raises(EngineError, match="the same call"):
         asks()
     assert len(state) == 4
