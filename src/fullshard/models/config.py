@@ -18,7 +18,7 @@ from fullshard.config.values import nearest
 from fullshard.data.arrays import sample_of
 from fullshard.engine.hugging_face import build, last_line, num_ids, read_config, read_model
 from fullshard.errors import ConfigError
-from fullshard.planner.spec import check_trains
+from fullshard.planner.spec import check_any_trained
 
 if TYPE_CHECKING:
     import torch
@@ -248,7 +248,7 @@ def freeze(model: nn.Module, globs: Sequence[str]) -> int:
         if any(fnmatch.fnmatchcase(name, glob) for glob in globs):
             parameter.requires_grad_(False)
             frozen += 1
-    check_trains(globs, len(names) - frozen)
+    check_any_trained(globs, len(names) - frozen)
     return frozen
 
 

@@ -125,7 +125,7 @@ def check_globs(key: str, globs: Iterable[str], names: Sequence[str], what: str)
             )
 
 
-def check_trains(freeze: Sequence[str], num_trained: int) -> None:
+def check_any_trained(freeze: Sequence[str], num_trained: int) -> None:
     """Raises ConfigError if globs of frozen parameters leave nothing to train."""
     if not num_trained:
         raise ConfigError(

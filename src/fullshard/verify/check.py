@@ -202,7 +202,7 @@ def left_out(config: RunConfig) -> Iterator[str]:
         yield f"Not checked: {names}. All weights are trained by AdamW on next tokens."
 
 
-def check_trains(model: nn.Module, frozen: Sequence[str]) -> None:
+def check_compares(model: nn.Module, frozen: Sequence[str]) -> None:
     """Raises ConfigError if no parameter is trained, so that no gradient could be compared."""
     if not {name for name, _ in model.named_parameters()} - {*frozen}:
         raise ConfigError(
@@ -308,7 +308,7 @@ def _freeze(
     if ignored:
         notes.append("Ignored parameters are frozen, because nothing reduces their gradients.")
     frozen = tuple(name for name, param in model.named_parameters() if not param.requires_grad)
-    check_trains(model, frozen)
+    check_compares(model, frozen)
     return frozen
 
 

@@ -30,7 +30,7 @@ from fullshard.errors import ConfigError
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.mesh import Topology, check_divides, mesh_of, row_of
 from fullshard.planner.optimizers import states_of
-from fullshard.planner.spec import check_trains
+from fullshard.planner.spec import check_any_trained
 from fullshard.xla.experts import weighted_sum
 from fullshard.xla.gather import brought, first_expert, scan_blocks, shared, summed, taken_back
 from fullshard.xla.plan import Tree, XlaPlan, plan_with, table_of
@@ -197,7 +197,7 @@ def plan_table(model_config: Any, run: RunConfig, world_size: int, more: Tree = 
     mesh = mesh_of(sharding, Topology(world_size))
     shapes, cuts = {**decoder.shapes(), **(more or {})}, rules(sharding.expert, sharding.tensor)
     table = table_of(shapes, sharding, mesh, BLOCKS, run.freeze, cuts)
-    check_trains(run.freeze, sum(array.trainable for array in table.arrays))
+    check_any_trained(run.freeze, sum(array.trainable for array in table.arrays))
     return replace(table, model_kind=model_config.model_type, optimizer=states_of(run.training))
 
 
