@@ -81,7 +81,7 @@ def settings():
     assert model.state_dict()["head.weight"].to_local().shape == (7 - rank(), 16)
 
 
-@pytest.mark.skipif(DataParallelMeshDims is None, reason="torch has it from 2.12 on")
+@pytest.mark.skipif(DataParallelMeshDims is None, reason="torch 2.11 has none")
 @pytest.mark.short(2)
 @pytest.mark.parametrize(
     ("dims", "shape"),
@@ -367,6 +367,7 @@ def test_what_is_refused():
         (ValueError, "Expects FSDPModule", lambda: _prefetch(line)),
         (NotImplementedError, "set_all_reduce_hook", lambda: line.set_all_reduce_hook(print)),
         (NotImplementedError, "finalization", lambda: line.set_manual_backward_finalization(True)),
+        (NotImplementedError, "finalize_backward", lambda: line.finalize_backward(async_op=True)),
         (NotImplementedError, "set_custom", lambda: line.set_custom_all_gather(None)),
         (NotImplementedError, "set_custom", lambda: line.set_custom_reduce_scatter(None)),
         (AssertionError, "Shard dim 1 is invalid for 1D", lambda: _place(1)),

@@ -9,6 +9,7 @@ shard by all ranks.
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain, count
@@ -141,23 +142,23 @@ _NUMBERS = count()
 LIST_FUNCTIONS = ("_foreach_", "_fused_", "_amp_")
 
 
-class _Owner:
+class _Owner(ABC):
     """What has the shards: a marked module, or an optimizer."""
 
     def __init__(self, of: Any) -> None:
         self.ref: Any = weakref.ref(of)
 
+    @abstractmethod
     def params(self) -> list[Any]:
         """The weights, or those of which it has states."""
-        raise NotImplementedError
 
     def num_writes(self) -> Any:
         """What changes with each write of a weight; None: only the shards tell."""
         return None
 
+    @abstractmethod
     def gather(self) -> Iterator[tuple[Any, torch.Tensor]]:
         """Yields each shard that had rows once, and its full tensor. A collective."""
-        raise NotImplementedError
 
 
 class Weights(_Owner):

@@ -69,6 +69,19 @@ from fullshard.planner.mesh import order_of
 from fullshard.transport.groups import backend_for
 
 
+def _refused(name: str) -> Any:
+    """A method that raises an error."""
+
+    def method(*_: Any, **__: Any) -> None:
+        raise NotOfferedError(
+            f"{name}: expected the engine's own collectives, and gradients that each backward "
+            "reduces. Choose among transports with fullshard.shard(transport=...); defer "
+            "reductions with set_requires_gradient_sync(False)."
+        )
+
+    return method
+
+
 class UnshardHandle:
     """The result of `unshard(async_op=True)`."""
 
@@ -250,25 +263,15 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         if engine is not None:
             engine.runtime.reset()
 
-    def set_custom_all_gather(self, comm: Any) -> None:
-        """Refused."""
-        _refuse("set_custom_all_gather")
-
-    def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Refused."""
-        _refuse("set_custom_reduce_scatter")
-
-    def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
-        """Refused."""
-        _refuse("set_all_reduce_hook")
+    set_custom_all_gather = _refused("set_custom_all_gather")
+    set_custom_reduce_scatter = _refused("set_custom_reduce_scatter")
+    set_all_reduce_hook = _refused("set_all_reduce_hook")
+    finalize_backward = _refused("finalize_backward")  # torch 2.15
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Refused: torch 2.15 has it."""
         if enabled:
-            raise NotOfferedError(
-                "set_manual_backward_finalization: expected backwards that reduce at their end; "
-                "manual ones are not supported. Defer with set_requires_gradient_sync(False)."
-            )
+            _refused("set_manual_backward_finalization")()
 
     # ---- state
 
@@ -311,13 +314,6 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
 
 
 _OPEN: Any = WeakIdKeyDictionary()  # modules that `unshard` shows whole; their record can end it
-
-
-def _refuse(name: str) -> None:
-    raise NotOfferedError(
-        f"{name}: expected the engine's own collectives; custom ones are not supported. Choose "
-        "among transports with fullshard.shard(transport=...)."
-    )
 
 
 def _check_all(modules: Iterable[Any]) -> None:
