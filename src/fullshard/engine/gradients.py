@@ -446,7 +446,7 @@ class Gradients:
         A spill and a buffer that `no_sync` kept have no other owner and are freed.
         """
         if group.collects is Collects.SLOT:
-            self._slots.pop(_slot_of(group), None)  # which its unit's other groups may have done
+            self._slots.pop(_slot_of(group), None)  # another group may have done so
         group.collects, group.collected = Collects.NOWHERE, None
 
     def settle(self, units: Sequence[Unit]) -> None:

@@ -3,9 +3,9 @@
 [Note: two objects]
 Outside its unit's forward, `module.weight` is a `ShardedParameter`: the user's object with a
 changed class, whose `.data` is a view of the unit's flat shard. Inside the unit's forward it is a
-second, plain `nn.Parameter` of full shape, whose `.data` is a view of the unit's slot. Optimizers,
-names and identity refer to the first, autograd to the second. Misuse outside the unit therefore
-raises an error and never reads another layer's data.
+second `nn.Parameter` (`Computed`) of full shape, whose `.data` is a view of the unit's slot.
+Optimizers, names and identity refer to the first, autograd to the second. Misuse outside the unit
+therefore raises an error and never reads another layer's data.
 
     at rest      weight  ShardedParameter (n_local, 1)  --> flat shard, master dtype
     in forward   weight  nn.Parameter     (out, in)     --> slot, compute dtype

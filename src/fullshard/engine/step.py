@@ -2,7 +2,7 @@
 
     hook on a unit's module         call to the scheduler       done here
     forward pre-hook                enter_forward               gathers, swap in
-    forward hook (always called)    leave_forward               swap out, release, watch outputs
+    forward hook (always called)    leave_forward               swap out, watch outputs, release
     gradient of a watched output    enter_backward              gathers, swap in
     gradient of a compute param     complete (after the last)   reductions, in plan order
     end of backward                 end_backward                the rest, `p.grad`, release
@@ -369,7 +369,7 @@ class Runtime:
             self.observed = Observed(self._generation)
 
     def follow_writes(self) -> None:
-        """Gather open units again if a forward wrote into shards: it averages another encoder."""
+        """Gather open units again if a forward wrote into shards (a momentum encoder)."""
         num_writes = self.gradients.home.num_writes
         if num_writes != self.num_followed and graph_task_id() == -1:
             self.num_followed = num_writes
@@ -590,7 +590,7 @@ def _nothing() -> None:
 
 # ---- the action of each event
 
-WAITS = frozenset(EventKind) - {EventKind.DEFER}  # functions that may wait for other ranks
+WAITS = frozenset(EventKind) - {EventKind.DEFER}  # events that may wait for other ranks
 
 
 class Actions:

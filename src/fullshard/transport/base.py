@@ -5,7 +5,7 @@
     sum_replicas(x) the sum of a part over the replicate axis, asynchronously
     all_reduce(x)   small vectors: bits, squared norms
 
-The buffers of a call differ in dtype or trained parameters; they share one collective.
+The buffers of a call differ in dtype or trained parameters.
 
 [Note: sums have an order]
 Gradients are summed in promote(float32, master dtype) and in rank order, so that `direct`,
@@ -284,7 +284,8 @@ class Weights:
 class Home:
     """The memory of masters and gradient slots, and the rules for writing it.
 
-    This class is the private memory of one rank, without waits; see `SharedHome`. If units have
+    This class is the private memory of one rank, which waits only for copies to a device; see
+    `SharedHome`. If units have
     several meshes, one home consists of those of the meshes.
 
     Args:

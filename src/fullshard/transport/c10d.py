@@ -85,7 +85,7 @@ class C10dTransport(MessageTransport):
             self._works(*works).wait()
             return received
 
-        # Buffers of one width are ordered alike: without loans, none in float16 is.
+        # All float16 buffers are ordered (lent, not divided), or all are divided.
         return Reduction(receive, partial(self.scratch.give, *lent), 1 if lent else self._divisor)
 
     def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:

@@ -7,8 +7,8 @@ reference. A wrong element on any rank is found, and so is an element that no ra
 The likely cause of a pattern of differences is derived from the results alone. Only the first step
 with a difference is examined, because all later steps are wrong as well:
 
-    a NaN                                                   missed gather (released slots contain
-    NaN) two weights where the reference has one                 lost tie
+    a NaN                                                   missed gather (released slots are NaN)
+    two weights where the reference has one                 lost tie
     a rank's loss is another rank's                         repeated data
     a finite loss is wrong, weights were right before it    stale slot
     gradients are one rank's own                            skipped reduction
@@ -21,8 +21,8 @@ It is JSON and safetensors:
     config.json           the shrunk model's configuration     both
     weights.safetensors   every weight, perturbed              both
     batches.safetensors   STEP.BATCH.MICRO.input_ids, .labels  both
-    PASS/reference.*      results of one process       by reference.py
-    PASS/rank_K.*         what rank K computed         by rank.py, or of all devices by xla.py
+    PASS/reference.*      results of one process                 by reference.py
+    PASS/rank_K.*         what rank K computed, or all devices   by rank.py or xla.py
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The transport of ranks on one host, with weights and slots in memory that all map.
 
-Nothing is gathered. All ranks map one copy of the weights, and each rank updates its own part. Each
-rank collects gradients in its own slots, which the other ranks map too, and sums its part of all
-ranks' slots in place, in rank order. Offloaded weights are gathered: each rank loads its part into
-its own slot, from which the other ranks copy it. Everything else (full state dicts, whole tensors,
-sums over the replicate axis) is sent in messages.
+Weights in memory are not gathered. All ranks map one copy of them, and each rank updates its own
+part. Each rank collects gradients in its own slots, which the other ranks map too, and sums its
+part of all ranks' slots in place, in rank order. Offloaded weights are gathered: each rank loads
+its part into its own slot, from which the other ranks copy it. Everything else (full state dicts,
+whole tensors, sums over the replicate axis) is sent in messages.
 
     segment of weights      group 0: | part 0 | part 1 |   group 1: | part 0 | part 1 |  ...
     segment of gradients    rank 0: | where | slots | overflow |    rank 1: | where | slots | ...
