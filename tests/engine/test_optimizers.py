@@ -242,21 +242,6 @@ def test_optimizers_go_on_from_their_own_state_dicts(name):
         compare(partial(unsharded_state_loaded, when="later", kind=kind, settings=settings))
 
 
-def test_a_state_at_the_address_of_a_freed_one_is_another_state():
-    part: Any = object.__new__(optimizers._Part)
-    param, kept = torch.zeros(2), []
-    part._weights, states = [(param, 1)], {param: {"momentum": torch.zeros(2)}}
-    part.note(states)
-    address = id(states[param].pop("momentum"))
-    while id(state := torch.zeros(2)) != address:
-        kept.append(state)
-        assert len(kept) < 1000
-    states[param]["momentum"] = state
-    (seen,), (now,) = part._seen, part._versions(states)
-    assert optimizers._differ(seen, now)
-    assert not optimizers._differ(now, *part._versions(states))
-
-
 class OwnShapes(optim.Optimizer):
     """Momentum in tensors that it makes of this rank's shape."""
 

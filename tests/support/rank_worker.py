@@ -204,7 +204,7 @@ def _leave_as_found(seat: Seat, store: Any, body: Body) -> None:
         if group is not dist.group.WORLD and group in groups:
             dist.destroy_process_group(group)
     if "fullshard.transport.groups" in sys.modules:
-        for made in sys.modules["fullshard.transport.groups"]._MADE.values():
+        for made in sys.modules["fullshard.transport.groups"].MADE.values():
             made.groups.clear()
 
 

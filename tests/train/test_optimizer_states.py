@@ -8,11 +8,13 @@ import torch
 import torch.distributed as dist
 from benchmarks.memory_rank import live_peak_bytes
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers.optimization import Adafactor
 
 import fullshard as fs
 from fullshard.config.load import load_config
 from fullshard.config.values import Optimizer
+from fullshard.engine.parameter import ShardedParameter
 from fullshard.models.build import build_sharded, given_model_config
 from fullshard.outlook.predict import Machine
 from fullshard.planner.memory import WHOLES
@@ -31,16 +33,12 @@ def memory_of(states):
     return sum(tensor.nbytes for tensor in by_place.values())
 
 
-def watch_wholes(optimizer, seen):
-    """Note the bytes of whole tensors and their gradients that an owner's optimizer sees."""
-    step = optimizer._inner.step
-
-    def watched():
-        params = [p for group in optimizer._inner.param_groups for p in group["params"]]
-        seen.append(sum(p.nbytes + p.grad.nbytes for p in params if p.grad is not None))
-        step()
-
-    optimizer._inner.step = watched
+def bytes_of_wholes(optimizer):
+    """Bytes of whole tensors and their gradients that an owner's optimizer has; 0 for another."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(isinstance(p, ShardedParameter) for p in params):
+        return 0
+    return sum(p.nbytes + p.grad.nbytes for p in params if p.grad is not None)
 
 
 def kept(words):
@@ -50,15 +48,17 @@ def kept(words):
     model = build_sharded(config, given_model_config(config), torch.device("cpu"))
     optimizer = build_optimizer(model, config.training)
     seen = [0]
-    if hasattr(optimizer, "_inner") and config.sharding.strategy != "no_shard":
-        watch_wholes(optimizer, seen)
     ids = torch.randint(100, (2, 16))
     causal_lm_loss(model(input_ids=ids, use_cache=False).logits, ids)[0].backward()
+    watch = register_optimizer_step_pre_hook(lambda one, *_: seen.append(bytes_of_wholes(one)))
     optimizer.step()
+    watch.remove()
     if config.training.ema_decay is not None:
         Average(optimizer, config.training.ema_decay).update()
     states = [value for state in optimizer.state.values() for value in state.values()]
     held = memory_of(states)
+    if config.sharding.strategy == "no_shard":  # its optimizers update what the model has
+        seen = [0]
     if dist.get_rank() > 0:
         return held, 0, max(seen), 0
     memory = look_at(config, dist.get_world_size(), Machine(None, None)).plan.memory
