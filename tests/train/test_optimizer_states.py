@@ -8,13 +8,11 @@ import torch
 import torch.distributed as dist
 from benchmarks.memory_rank import live_peak_bytes
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers.optimization import Adafactor
 
 import fullshard as fs
 from fullshard.config.load import load_config
 from fullshard.config.values import Optimizer
-from fullshard.engine.parameter import ShardedParameter
 from fullshard.models.build import build_sharded, given_model_config
 from fullshard.outlook.predict import Machine
 from fullshard.planner.memory import WHOLES
@@ -24,6 +22,7 @@ from fullshard.run.optim import Average, build_optimizer
 from fullshard.run.outlook import look_at
 from support.grid import chequered
 from support.models import ODD_LLAMA
+from support.scripts import bytes_with_gradients, whole_parameters
 
 
 def memory_of(states):
@@ -31,14 +30,6 @@ def memory_of(states):
     tensors = [getattr(s, "to_local", lambda s=s: s)() for s in states if hasattr(s, "nbytes")]
     by_place = {tensor.data_ptr(): tensor for tensor in tensors if tensor.numel()}
     return sum(tensor.nbytes for tensor in by_place.values())
-
-
-def bytes_of_wholes(optimizer):
-    """Bytes of whole tensors and their gradients that an owner's optimizer has; 0 for another."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(isinstance(p, ShardedParameter) for p in params):
-        return 0
-    return sum(p.nbytes + p.grad.nbytes for p in params if p.grad is not None)
 
 
 def kept(words):
@@ -50,9 +41,8 @@ def kept(words):
     seen = [0]
     ids = torch.randint(100, (2, 16))
     causal_lm_loss(model(input_ids=ids, use_cache=False).logits, ids)[0].backward()
-    watch = register_optimizer_step_pre_hook(lambda one, *_: seen.append(bytes_of_wholes(one)))
-    optimizer.step()
-    watch.remove()
+    with whole_parameters(lambda params: seen.append(bytes_with_gradients(params))):
+        optimizer.step()
     if config.training.ema_decay is not None:
         Average(optimizer, config.training.ema_decay).update()
     states = [value for state in optimizer.state.values() for value in state.values()]
