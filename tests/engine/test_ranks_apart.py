@@ -291,9 +291,9 @@ def test_ranks_that_share_weights_do_not_wait_for_what_never_comes(ranks, what):
 def at_the_address_of_the_freed(state):
     """Another momentum, which has the id and the version of the one that it takes the place of."""
     old, kept = state.pop("momentum_buffer"), []
-    version, values, address = old._version, old.detach().numpy().copy(), id(old)
+    version, values, address = old._version, old.clone(), id(old)
     del old
-    while id(new := torch.from_numpy(values)) != address:
+    while id(new := values.clone()) != address:
         kept.append(new)
         assert len(kept) < 1000
     for _ in range(version):

@@ -47,7 +47,8 @@ def kept(words):
         Average(optimizer, config.training.ema_decay).update()
     states = [value for state in optimizer.state.values() for value in state.values()]
     held = memory_of(states)
-    if config.sharding.strategy == "no_shard":  # its optimizers update what the model has
+    is_owned = getattr(optimizer, "kind", "").startswith("owned")
+    if not is_owned or config.sharding.strategy == "no_shard":  # it updates what the model has
         seen = [0]
     if dist.get_rank() > 0:
         return held, 0, max(seen), 0

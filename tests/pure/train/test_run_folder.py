@@ -61,6 +61,7 @@ def test_a_save_that_failed_is_no_saved_step(tmp_path):
     trainee: Any = SimpleNamespace(texts={}, save=save)
     steps = StepPlan(9, 0, 1, 0, 5, SampleOrder(60, BatchShape(4, 1, 1), seed=1))
     with begin(tmp_path / "run", "train") as (folder, *_):
+        (folder.data / "tokenizer").mkdir(parents=True)
         keeper = RunCheckpoints(folder, trainee, steps, None, [], Patience(None))
         with pytest.raises(CheckpointError, match="disk: it is full"):
             keeper.keep(5, stopping=False, last=False)
