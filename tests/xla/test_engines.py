@@ -64,6 +64,7 @@ def in_jax(name, folder, strategy, replicate, shard, tensor=1, expert=1):
         batch = {"input_ids": ids.numpy(), "labels": labels.numpy()}
         state, metrics = step(state, batch, learning_rate=NUMBERS["rate"])
         losses.append(float(metrics["loss"]))
+        assert metrics["grad_norm"] > NUMBERS["norm"]  # it is clipped
     weights = {}
     for array, leaf in zip(plan.table.arrays, jax.tree.leaves(fj.full_params(state)), strict=True):
         layers = leaf if array.block else [leaf]
