@@ -1,7 +1,5 @@
 """A run's loop on the device, for run.py; it needs yaml and rich, as fullshard's commands do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace

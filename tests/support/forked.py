@@ -10,8 +10,6 @@ imported are there from the start, so what tests imports or a fresh interpreter 
 itself. A command of another program is started as ever.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """A chain of layers on which programs of users run, and what a sharded model says of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

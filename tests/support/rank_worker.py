@@ -10,8 +10,6 @@
 torch is imported here only, so that collecting the tests stays fast.
 """
 
-from __future__ import annotations
-
 import ast
 import ctypes
 import faulthandler

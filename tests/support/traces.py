@@ -1,7 +1,5 @@
 """Traces of models that tests share: commands of one process plan the same few models."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

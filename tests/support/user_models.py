@@ -5,8 +5,6 @@ nothing of fullshard: the parts of the global batch run side by side under `vmap
 axis exists for BatchNorm, and part i has the documented key of part i.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """A rank reads its elements of a parameter that another axis cuts: of a range, or of the whole."""
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any, cast
