@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import ctypes
 import io
+import json
 import multiprocessing
 import os
 import runpy
@@ -119,6 +120,13 @@ def module(*words: object, timeout: float = 110.0) -> CompletedProcess[str]:
     """`python -m` with these words, to its end."""
     command = [sys.executable, "-m", *map(str, words)]
     return run(command, timeout=timeout, capture_output=True, text=True)
+
+
+def result(*words: object, **how: Any) -> Any:
+    """What a command prints with --json, which must end without an error."""
+    done = module(*words, "--json", **how)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 @contextlib.contextmanager

@@ -12,10 +12,10 @@ import pytest
 
 from fullshard.data.text import Dataset
 from fullshard.launch.run_lock import RunLock
-from fullshard.observe.metrics import read_rows
 from fullshard.run import start as run_start
 from fullshard.run.folder import RunFolder, begin
 from support import forked as subprocess
+from support import runs
 from support.processes import free_port, python
 
 pytestmark = pytest.mark.timeout(300)  # a test is up to three runs, each with a limit of its own
@@ -58,14 +58,7 @@ def finish(config, *words, code=0):
 
 
 def numbers(config):
-    """Losses by step, and held-out losses."""
-    rows = list(read_rows(config.parent / "run" / "metrics.jsonl"))
-    return {
-        f"{kind} {row['step']}": row[kind]
-        for row in rows
-        for kind in ("loss", "eval_loss")
-        if kind in row
-    }
+    return runs.numbers(config.parent / "run")
 
 
 def at_step(config, step, process):
