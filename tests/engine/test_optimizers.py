@@ -241,6 +241,21 @@ def test_optimizers_go_on_from_their_own_state_dicts_and_those_of_unsharded_runs
             compare(partial(unsharded_state_loaded, when=when, kind=kind, settings=settings))
 
 
+def test_a_state_at_the_address_of_a_freed_one_is_another_state():
+    part: Any = object.__new__(optimizers.OptimizerPart)
+    param, kept = torch.zeros(2), []
+    part.weights, states = [(param, 1)], {param: {"momentum": torch.zeros(2)}}
+    part.note(states)
+    address = id(states[param].pop("momentum"))
+    while id(state := torch.zeros(2)) != address:
+        kept.append(state)
+        assert len(kept) < 1000
+    states[param]["momentum"] = state
+    (seen,), (now,) = part.seen, part.versions(states)
+    assert optimizers.differ(seen, now)
+    assert not optimizers.differ(now, *part.versions(states))
+
+
 class OwnShapes(optim.Optimizer):
     """Momentum in tensors that it makes of this rank's shape."""
 
