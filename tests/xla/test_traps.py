@@ -56,9 +56,9 @@ def test_a_tail_outside_of_the_loop_is_planned_as_cpus_compiler_keeps_its_weight
 
 
 def bytes_in_bf16():
-    step, _, _, plan = compiled({"strategy": "full_shard", "param_dtype": "bf16"})
+    step, state, batch, plan = compiled({"strategy": "full_shard", "param_dtype": "bf16"})
     moved = plan.table.collectives()
-    text = step._run.lower(*arguments(step, plan)).as_text()
+    text = jax.jit(step).lower(state, step.place(batch)).as_text()
     gathers = [line for line in text.splitlines() if "all_gather" in line]
     scatters = [line for line in text.splitlines() if "reduce_scatter" in line]
     return gathers, scatters, {kind: c.num_bytes for kind, c in moved.items()}
@@ -92,11 +92,6 @@ def test_blocks_without_a_loop_are_gathered_in_each_micro_batch(devices):
         assert census == planned
         assert census["all-gather"].count >= num_turns  # both arrays, which are small, at once
         assert census["reduce-scatter"].count == num_turns
-
-
-def arguments(step, plan):
-    _, state, batch, _ = compiled({"strategy": "full_shard", "param_dtype": "bf16"})
-    return state, step.place(batch), {}
 
 
 def test_gathers_travel_in_the_compute_dtype_and_gradients_in_the_reduce_dtype(devices):
