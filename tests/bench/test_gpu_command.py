@@ -1,7 +1,5 @@
 """`python -m benchmarks.gpu`: it runs without a GPU and says that it measured nothing."""
 
-import json
-
 import pytest
 import torch
 from benchmarks import gpu
@@ -10,9 +8,7 @@ from support import forked
 
 
 def test_tiny_blocks_run_in_both_worlds_under_every_engine():
-    done = forked.module("benchmarks.gpu", "--tiny", "--rounds", "3", "--json")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)["rows"]
+    rows = forked.result("benchmarks.gpu", "--tiny", "--rounds", "3")["rows"]
     found = [(row["world_size"], row["name"]) for row in rows]
     assert found == [(world, name) for world in gpu.WIRES for name in gpu.ENGINES]
     assert all(row["step_s"] >= row["host_s"] > 0 for row in rows)

@@ -19,10 +19,7 @@ SHARES = (
 
 @pytest.mark.slow
 def test_overlap_has_a_row_a_depth_and_a_trace_of_both_ranks(tmp_path):
-    words = ("--layers", "4", "--rounds", "3", "--json", "--out", tmp_path)
-    done = forked.module("benchmarks.overlap", *words)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = forked.result("benchmarks.overlap", "--layers", "4", "--rounds", "3", "--out", tmp_path)
     assert [row["prefetch_depth"] for row in found["rows"]] == [0, 1, 2]
     for row in found["rows"]:
         assert all(0 <= row[share] <= 1 for share in SHARES)

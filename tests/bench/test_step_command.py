@@ -14,14 +14,13 @@ TRAINING = {"fullshard", "fullshard-c10d", "fsdp2", "fsdp2-zero2", "fsdp1", "ddp
 
 
 run = partial(forked.module, "fullshard", "bench")
+result = partial(forked.result, "fullshard", "bench")
 
 
 @pytest.mark.timeout(540)
 def test_every_engine_has_equal_losses_and_a_row(tmp_path):
-    words = ("--case", "tiny", "--rounds", "3", "--no-memory", "--json", "--out", tmp_path)
-    done = run("step", *words, timeout=500)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    words = ("--case", "tiny", "--rounds", "3", "--no-memory", "--out", tmp_path)
+    found = result("step", *words, timeout=500)
     rows = {row["name"]: row for row in found["rows"]}
     assert rows.keys() >= TRAINING | {"floor"}
     assert all(row.keys() >= CONTRACT for row in rows.values())
@@ -38,10 +37,8 @@ def test_every_engine_has_equal_losses_and_a_row(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(540)
 def test_memory_is_measured_of_an_engine_alone():
-    words = ("--case", "tiny", "--rounds", "3", "--engine", "ddp", "--json")
-    done = run("step", *words, timeout=500)
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads(done.stdout)["rows"]
+    words = ("--case", "tiny", "--rounds", "3", "--engine", "ddp")
+    (row,) = result("step", *words, timeout=500)["rows"]
     # Parameters, gradients and two moments of 0.12M float32 elements are the least DDP can hold.
     assert row["memory_peak_bytes"] > 4 * 4 * 100_000
 
@@ -52,10 +49,8 @@ def test_memory_is_measured_of_an_engine_alone():
 def test_deepspeed_has_equal_losses_where_it_is_installed():
     names = ("deepspeed", "deepspeed-zero2", "fsdp2")
     engines = [word for name in names for word in ("--engine", name)]
-    words = ("--case", "tiny", "--rounds", "3", "--no-memory", "--json", *engines)
-    done = run("step", *words, timeout=500)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    words = ("--case", "tiny", "--rounds", "3", "--no-memory", *engines)
+    found = result("step", *words, timeout=500)
     assert found["absent"] == []
     losses = found["cases"][0]["losses"]
     for name in names:

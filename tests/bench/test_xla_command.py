@@ -1,7 +1,5 @@
 """`python -m benchmarks.xla`: what its rows say. No times."""
 
-import json
-
 import pytest
 from benchmarks import xla
 
@@ -60,10 +58,8 @@ def test_goals_and_unequal_losses_are_said():
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_three_engines_train_the_same_on_two_processes(tmp_path):
-    words = ("--case", "tiny", "--rounds", "2", "--json", "--out", tmp_path)
-    done = forked.module("benchmarks.xla", *words, timeout=500)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    words = ("--case", "tiny", "--rounds", "2", "--out", tmp_path)
+    found = forked.result("benchmarks.xla", *words, timeout=500)
     assert [row["name"] for row in found["rows"]] == list(xla.ENGINES)
     assert found["absent"] == []
     assert "Do not compare" not in (tmp_path / "jax.md").read_text()

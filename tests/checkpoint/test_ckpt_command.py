@@ -289,9 +289,9 @@ def test_no_run_begins_where_an_import_adds_a_step(fullshard, run_dir, tmp_path,
 
 
 AT = {  # where a signal arrives
-    "claim": (commit, "_make_note"),
+    "claim": (commit, "make_note"),
     "read": (Checkpoint, "read"),
-    "report": (commit, "_fill_note"),
+    "report": (commit, "fill_note"),
     "end": (commit, "put_in_place"),
 }
 

@@ -136,7 +136,7 @@ def test_a_reader_that_has_seen_enough_gets_no_complaint(words):
 
 def test_closed_streams_are_dev_null_and_no_file_takes_their_numbers():
     program = (
-        "import os, sys; from fullshard.cli.app import _open_streams; _open_streams();"
+        "import os, sys; from fullshard.cli.app import open_streams; open_streams();"
         "print('x'); print('y', file=sys.stderr);"
         "found = [os.path.realpath(f'/proc/self/fd/{n}') for n in range(3)];"
         "sys.exit(found != ['/dev/null'] * 3 or not all(map(os.get_inheritable, range(3))))"
@@ -148,7 +148,7 @@ def test_closed_streams_are_dev_null_and_no_file_takes_their_numbers():
 
 
 def test_a_character_that_the_locale_lacks_is_escaped():
-    program = "from fullshard.cli.app import _open_streams; _open_streams(); print('caf\\xe9')"
+    program = "from fullshard.cli.app import open_streams; open_streams(); print('caf\\xe9')"
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     words = [sys.executable, "-c", program]
     done = subprocess.run(words, env={**os.environ, **plain}, capture_output=True, check=False)
@@ -188,7 +188,7 @@ def test_json_that_nobody_reads_or_nothing_takes_is_no_traceback():
 
 @pytest.mark.parametrize("how", ["a command", "a relay of rank 0", "/dev/full"])
 def test_output_that_another_program_made_non_blocking_arrives_whole(tmp_path, how):
-    program = "from fullshard.cli.app import _open_streams; _open_streams(); print('x' * 10**6)"
+    program = "from fullshard.cli.app import open_streams; open_streams(); print('x' * 10**6)"
     log = how if how == "/dev/full" else tmp_path / "log"  # of a relay
     if how != "a command":
         program = (
@@ -361,36 +361,37 @@ def test_a_pipe_is_refused_rather_than_waited_for(tmp_path, monkeypatch, capfd, 
     assert "Traceback" not in said
 
 
-def test_a_name_that_is_not_utf_8_is_an_error_without_a_traceback(capsys):
+def outcome_of(error):
     try:
-        os.fsdecode(b"runs/a\xff").encode()
-    except UnicodeEncodeError as error:
-        done = outcome.error_outcome(error)
-    said = capsys.readouterr().err
-    assert done.exit_code == 2
-    assert said.startswith(r"ConfigError: 'runs/a\udcff': expected names in UTF-8")
-    assert "Traceback" not in said
+        raise error
+    except (OSError, UnicodeError):
+        return outcome.error_outcome(error)
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EISDIR])
-def test_a_place_that_may_not_be_written_is_an_error_without_a_traceback(number, capsys):
-    try:
-        raise OSError(number, os.strerror(number), "runs/a/report.html")
-    except OSError as error:
-        done = outcome.error_outcome(error)
-    said = capsys.readouterr().err
-    assert done.exit_code == 2
-    assert said.startswith("ConfigError: 'runs/a/report.html': expected a usable path")
-    assert os.strerror(number) in said
-    assert "Traceback" not in said
+NOT_UTF_8 = UnicodeEncodeError("utf-8", os.fsdecode(b"runs/a\xff"), 6, 7, "surrogates not allowed")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (NOT_UTF_8, r"'runs/a\udcff': expected names in UTF-8"),
+        *(
+            (OSError(number, os.strerror(number), "a.html"), "'a.html': expected a usable path")
+            for number in (errno.EACCES, errno.EROFS, errno.EISDIR)
+        ),
+    ],
+)
+def test_a_place_that_cannot_be_used_is_an_error_without_a_traceback(error, said, capsys):
+    assert outcome_of(error).exit_code == 2
+    found = capsys.readouterr().err
+    assert found.startswith(f"ConfigError: {said}")
+    assert getattr(error, "strerror", "") in found
+    assert "Traceback" not in found
 
 
 def test_a_missing_file_that_no_check_names_keeps_its_traceback(capsys):
-    try:
-        Path("no/such/file").read_text()
-    except OSError as error:
-        done = outcome.error_outcome(error)
-    assert done.exit_code not in (0, 2)
+    error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "no/such/file")
+    assert outcome_of(error).exit_code not in (0, 2)
     assert "Traceback" in capsys.readouterr().err
 
 

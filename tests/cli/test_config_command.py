@@ -216,11 +216,3 @@ def test_the_schema_of_another_tools_file_has_its_keys(folder):
     assert "sharding_strategy" in fsdp["properties"]
     assert "training" in result["properties"]
     assert "sharding_strategy" in next(iter(fsdp["patternProperties"]))
-
-
-def test_lint_looks_for_the_data(folder):
-    (folder / "a.yaml").write_text("data: {path: nowhere.txt}\n")
-    assert (
-        "'nowhere.txt', which does not exist"
-        in invoke(["config", "lint", "a.yaml"]).result["refused"][0]
-    )

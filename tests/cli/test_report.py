@@ -1,7 +1,5 @@
 """`fullshard report`: writes, compares and serves the pages of runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

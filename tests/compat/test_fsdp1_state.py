@@ -241,9 +241,11 @@ def test_summons_that_are_refused():
             raised.append(str(error))
 
     handle = model.layers[0].register_forward_hook(inside)
-    loss_of(model, 0, rank())
+    loss = loss_of(model, 0, rank())
     handle.remove()
-    assert raised == ["Cannot manually unshard parameters during forward/backward"]
+    loss.register_hook(inside)
+    loss.backward()
+    assert raised == ["Cannot manually unshard parameters during forward/backward"] * 2
     no_shard = wrapped("NO_SHARD")
     with pytest.raises(NotImplementedError, match="offload_to_cpu=True and NO_SHARD"):
         with FSDP.summon_full_params(

@@ -15,9 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
-    get_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
 
 import fullshard as fs
@@ -60,44 +58,26 @@ def test_torchs_checkpoint_wrappers_inside_and_around():
                     assert torch.allclose(ours.grad, theirs.grad, rtol=1e-5)
 
 
-def fsdp2_dcp(folder):
-    def make():
+@on_ranks(2)
+def test_whole_states_of_an_optimizer_of_fsdp2():
+    """That torch's distributed checkpoints keep both is shown in test_torchs_state_dicts.py."""
+    both = []
+    for _ in range(2):
         model = layers()
-        for layer in model:
-            fully_shard(layer)
-        fully_shard(model)
-        return model, torch.optim.Adam(model.parameters(), lr=0.1)
-
-    model, optimizer = make()
+        for part in (*model, model):
+            fully_shard(part)
+        both.append((model, torch.optim.Adam(model.parameters(), lr=0.1)))
+    (model, optimizer), (other, twin) = both
     step(model, optimizer)
-    ours, state = get_state_dict(model, optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of pickles in its own files
-        dcp.save({"model": ours, "optim": state}, checkpoint_id=folder)
-        other, twin = make()
-        theirs, begun = get_state_dict(other, twin)
-        loaded = {"model": theirs, "optim": begun}
-        dcp.load(loaded, checkpoint_id=folder)
-    set_state_dict(other, twin, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
+    other.load_state_dict(model.state_dict())
     full = StateDictOptions(full_state_dict=True)
     whole = get_optimizer_state_dict(model, optimizer, options=full)
     assert whole["state"]["0.weight"]["exp_avg"].shape == (5, 4)
-    assert_same_steps(model, optimizer, other, twin)
-    set_optimizer_state_dict(
-        other, twin, get_optimizer_state_dict(model, optimizer, options=full), options=full
-    )
-    assert_same_steps(model, optimizer, other, twin)
-
-
-def assert_same_steps(model, optimizer, other, twin):
-    for one, by in ((model, optimizer), (other, twin)):
+    set_optimizer_state_dict(other, twin, whole, options=full)
+    for one, by in both:
         step(one, by)
     for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.allclose(ours.to_local(), theirs.to_local())
-
-
-def test_distributed_checkpoints_of_fsdp2(ranks, tmp_path):
-    ranks(2)(fsdp2_dcp, str(tmp_path / "dcp"))
 
 
 @on_ranks(2)

@@ -116,7 +116,10 @@ def test_the_recipe_for_asynchronous_checkpoints(tmp_path):
     folder = str(tmp_path)
     for wrap in (FSDP, fully_shard):
         torch.manual_seed(0)
-        model = wrap(ToyModel())
+        model = ToyModel()
+        if wrap is fully_shard:  # of several units
+            fully_shard(model.net1)
+        model = wrap(model)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         future, name = None, f"{folder}/{wrap.__name__}"
         with warnings.catch_warnings():

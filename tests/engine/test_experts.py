@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import fullshard as fs
 from fullshard.config.schema import ShardConfig
 from fullshard.engine.axes import cut_over_axes
+from fullshard.engine.engine import ATTRIBUTE
 from fullshard.errors import ConfigError, EngineError, UnsupportedModelError, WrapError
 from fullshard.planner.mesh import Topology
 from support.experts import cut_as_transformers, mixtral, mixture_net, of, qwen, spread
@@ -66,7 +67,7 @@ def frozen_qwen():
 
 def accumulate(model, step, seat):
     """Two micro-batches; the first waits unreduced, or for the sum over replicas."""
-    is_alone = not hasattr(model, "_fullshard")
+    is_alone = not hasattr(model, ATTRIBUTE)
     with nullcontext() if is_alone else fs.no_sync(model, outer_only=step == 1):
         train_llama(model, step + 50, seat)
     return train_llama(model, step, seat)

@@ -67,24 +67,28 @@ def made_before(run, kind, settings):
     return run.result(model)
 
 
+FIRST = [("AdamW", "fused", 3), ("SGD", "foreach", 2), ("Adam", "for-loop", 2)]
+
+
 @pytest.mark.short(3)
 @pytest.mark.parametrize(
-    ("name", "mode"),
-    sorted(
-        [(name, mode) for name in SETTINGS for mode in MODES if mode != "fused" or name in FUSED],
-        key=lambda pair: pair not in [("AdamW", "fused"), ("SGD", "foreach"), ("Adam", "for-loop")],
-    ),
+    ("name", "mode", "size"),
+    [
+        *FIRST,
+        *(
+            (name, mode, 2)
+            for name in SETTINGS
+            for mode in MODES
+            if (mode != "fused" or name in FUSED) and (name, mode, 2) not in FIRST
+        ),
+    ],
 )
-@on_ranks(2)
+@on_ranks("size")
 def test_an_elementwise_optimizer_steps_as_in_one_process(name, mode):
     scripts = (made_after, made_before) if name == "AdamW" else (made_after,)
     for kind, settings in SETTINGS[name]:
         for script in scripts:
             compare(partial(script, kind=kind, settings={**settings, **MODES[mode]}))
-
-
-def test_the_same_holds_on_three_ranks(ranks):
-    ranks(3)(compare, partial(made_before, kind=optim.AdamW, settings={"fused": True}))
 
 
 # ---- the optimizer inside backward ------------------------------------------------------------
@@ -181,11 +185,10 @@ def test_whole_matrix_optimizers_are_right_where_nothing_is_cut(ranks):
 # ---- states that were made whole --------------------------------------------------------------
 
 
-def unsharded_state_loaded(run, when, kind=optim.AdamW, settings=None):
+def unsharded_state_loaded(run, when, kind, settings):
     """Two steps unsharded, then the optimizer's own state dict into one over shards."""
     alone = Run(run.world_size, None)
     model = alone.model()
-    settings = settings or {"lr": 1e-2}
     first = kind(model.parameters(), **settings)
     train(alone, model, first, 2)
     saved = first.state_dict()
@@ -215,14 +218,9 @@ def test_an_optimizer_state_of_shards_is_carried_to_a_second_optimizer(ranks):
     ranks(2)(compare, state_carried_to_a_second_optimizer)
 
 
-@pytest.mark.parametrize("when", ["at the start", "later"])
-def test_an_optimizer_state_of_an_unsharded_run_is_cut(ranks, when):
-    ranks(2)(compare, partial(unsharded_state_loaded, when=when))
-
-
-def reloaded(run, kind, settings, strategy):
+def reloaded(run, kind, settings):
     """State dicts go round between steps, as they are and as deep copies."""
-    model = run.shard(run.model(), strategy=strategy)
+    model = run.shard(run.model())
     optimizer = kind(model.parameters(), **settings)
     for step in range(5):
         run.loss(model, step).backward()
@@ -236,25 +234,26 @@ def reloaded(run, kind, settings, strategy):
 @pytest.mark.short(1)
 @pytest.mark.parametrize("name", SETTINGS)
 @on_ranks(2)
-def test_optimizers_go_on_from_their_own_state_dicts(name):
-    for kind, settings in SETTINGS[name]:
-        compare(partial(reloaded, kind=kind, settings=settings, strategy="full_shard"))
-        compare(partial(unsharded_state_loaded, when="later", kind=kind, settings=settings))
+def test_optimizers_go_on_from_their_own_state_dicts_and_those_of_unsharded_runs(name):
+    for number, (kind, settings) in enumerate(SETTINGS[name]):
+        compare(partial(reloaded, kind=kind, settings=settings))
+        for when in ("later",) if number else ("later", "at the start"):
+            compare(partial(unsharded_state_loaded, when=when, kind=kind, settings=settings))
 
 
 def test_a_state_at_the_address_of_a_freed_one_is_another_state():
-    part: Any = object.__new__(optimizers._Part)
+    part: Any = object.__new__(optimizers.OptimizerPart)
     param, kept = torch.zeros(2), []
-    part._weights, states = [(param, 1)], {param: {"momentum": torch.zeros(2)}}
+    part.weights, states = [(param, 1)], {param: {"momentum": torch.zeros(2)}}
     part.note(states)
     address = id(states[param].pop("momentum"))
     while id(state := torch.zeros(2)) != address:
         kept.append(state)
         assert len(kept) < 1000
     states[param]["momentum"] = state
-    (seen,), (now,) = part._seen, part._versions(states)
-    assert optimizers._differ(seen, now)
-    assert not optimizers._differ(now, *part._versions(states))
+    (seen,), (now,) = part.seen, part.versions(states)
+    assert optimizers.differ(seen, now)
+    assert not optimizers.differ(now, *part.versions(states))
 
 
 class OwnShapes(optim.Optimizer):
@@ -272,7 +271,7 @@ class OwnShapes(optim.Optimizer):
 
 
 def test_states_of_this_ranks_shape_go_round_too(ranks):
-    ranks(2)(compare, partial(reloaded, kind=OwnShapes, settings={}, strategy="full_shard"))
+    ranks(2)(compare, partial(reloaded, kind=OwnShapes, settings={}))
 
 
 # ---- the probe ----

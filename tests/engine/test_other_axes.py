@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fullshard as fs
+from fullshard.engine.engine import ATTRIBUTE
 from fullshard.errors import ConfigError, EngineError, UnsupportedModelError
 from support.models import hugging_face
 from support.other_axes import (
@@ -51,7 +52,7 @@ def cut_frozen_net(model, mesh):
 
 def accumulate_net(model, step, seat):
     """Two micro-batches; the first waits unreduced."""
-    with fs.no_sync(model) if hasattr(model, "_fullshard") else nullcontext():
+    with fs.no_sync(model) if hasattr(model, ATTRIBUTE) else nullcontext():
         train_net(model, step + 50, seat)
     return train_net(model, step, seat)
 

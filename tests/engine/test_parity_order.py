@@ -23,6 +23,7 @@ from support.ranks import on_ranks
 
 DEPTHS = ((0, 0), (1, 1), (2, 1), (0, 2))
 FEW_DEPTHS = ((0, 0), (2, 1))  # where every order is tried with each
+ALL = (0, 1, 2, 3)
 
 
 # ---- an order of its own, repetitions ------------------------------------------------------------
@@ -154,12 +155,33 @@ def changing_order(model, step, rank):
     return CHAIN.work(model, step, rank, order=orders[step])
 
 
+def later_blocks(model, step, rank):
+    """Blocks that the first step, which shows the order, uses on no rank, then on some."""
+    order = (2, 0) if step == 0 else [(0, 1), (2, 3), (3, 0)][(rank + step) % 3]
+    return CHAIN.work(model, step, rank, order=order)
+
+
+def shorter_evaluation(model, step, rank):
+    """An early exit under no_grad, on one rank earlier than on the others."""
+    with torch.no_grad():
+        model(**vectors(step, rank), order=(0,) if rank == 0 else (0, 1, 2))
+    loss = mean_square(model(**vectors(step, rank)))
+    loss.backward()
+    with torch.no_grad():
+        model(**vectors(step, rank), order=(1,) if rank == 0 else ALL)
+    return loss.detach()
+
+
 @pytest.mark.short(1)
 @pytest.mark.parametrize(("strategy", "world_size"), PAIRED)
 @on_ranks("world_size", timeout=100)
-def test_an_order_that_changes_from_step_to_step_stays_right(strategy):
-    for settings in prefetching(strategy, DEPTHS):
-        assert_parity(chain, changing_order, settings, kinds=("sgd",))
+def test_another_order_than_that_of_the_first_step_or_of_other_ranks_stays_right(strategy):
+    for work in (changing_order, later_blocks, shorter_evaluation):
+        kinds, depths = ("sgd",), DEPTHS
+        if work is later_blocks:
+            kinds, depths = ("adamw",), FEW_DEPTHS
+        for settings in prefetching(strategy, depths):
+            assert_parity(chain, work, settings, kinds=kinds)
 
 
 # ---- what learning an order takes ----------------------------------------------------------------
@@ -258,7 +280,6 @@ def test_slots_in_shared_memory_are_used_again_or_freed_first(is_alone):
 
 # ---- blocks skipped on one rank ------------------------------------------------------------------
 
-ALL = (0, 1, 2, 3)
 SKIPS = {  # what the last rank calls where the others call all, by step
     "the first": {0: (1, 2, 3), 1: (1, 2, 3), 2: ALL},
     "one inside, from the second step on": {0: ALL, 1: (0, 2, 3), 2: (0, 1, 3)},
@@ -291,42 +312,6 @@ def test_blocks_skipped_on_one_rank_neither_hang_nor_miss_a_reduction(name, stra
     work = partial(skipping, name=name, world_size=dist.get_world_size())
     for settings in prefetching(strategy, FEW_DEPTHS):
         assert_parity(chain, work, settings, kinds=("adamw",))
-
-
-def later_blocks(model, step, rank):
-    """Blocks that the first step, which shows the order, uses on no rank, then on some."""
-    order = (2, 0) if step == 0 else [(0, 1), (2, 3), (3, 0)][(rank + step) % 3]
-    return CHAIN.work(model, step, rank, order=order)
-
-
-@pytest.mark.short(1)
-@pytest.mark.parametrize(("strategy", "world_size"), PAIRED)
-@on_ranks("world_size", timeout=60)
-def test_blocks_that_the_first_step_does_not_use_may_be_used_on_some_ranks(strategy):
-    for settings in prefetching(strategy, FEW_DEPTHS):
-        assert_parity(chain, later_blocks, settings, kinds=("adamw",))
-
-
-# ---- evaluation of some blocks alone -------------------------------------------------------------
-
-
-def shorter_evaluation(model, step, rank):
-    """An early exit under no_grad, on one rank earlier than on the others."""
-    with torch.no_grad():
-        model(**vectors(step, rank), order=(0,) if rank == 0 else (0, 1, 2))
-    loss = mean_square(model(**vectors(step, rank)))
-    loss.backward()
-    with torch.no_grad():
-        model(**vectors(step, rank), order=(1,) if rank == 0 else ALL)
-    return loss.detach()
-
-
-@pytest.mark.short(1)
-@pytest.mark.parametrize(("strategy", "world_size"), PAIRED)
-@on_ranks("world_size", timeout=60)
-def test_an_evaluation_may_leave_early_on_one_rank(strategy):
-    for settings in prefetching(strategy, DEPTHS):
-        assert_parity(chain, shorter_evaluation, settings, kinds=("sgd",))
 
 
 # ---- an order traced from a sample ---------------------------------------------------------------

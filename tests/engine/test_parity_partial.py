@@ -280,21 +280,30 @@ class Routed(torch.nn.Module):
         return self.head(self.blocks[block](x))
 
 
+def assert_gradients_of_calls(kind, settings, given, defers):
+    """Four backwards of calls `given(step, rank)` on shards and alone, every other one deferred."""
+    model, alone = (perturbed(kind().double()) for _ in range(2))
+    alone.load_state_dict(model.state_dict())
+    fs.shard(model, wrap=["Block"], poison=True, **settings)
+    own = dist.get_rank()
+    for step in range(4):
+        with fs.no_sync(model) if defers and step % 2 == 0 else nullcontext():
+            mean_square(model(**vectors(step, own), **given(step, own))).backward()
+        backward_alone(
+            lambda rank: mean_square(alone(**vectors(step, rank), **given(step, rank)))  # noqa: B023
+        )
+    assert unlike_gradients(model, alone) == []
+
+
 @pytest.mark.parametrize("transport", ["direct", "c10d", "shared"])
 @on_ranks(2)
 def test_a_frozen_unit_on_one_ranks_way_is_gathered_by_all(transport):
     """Its output takes no part in a graph on that rank, so nothing there enters its backward."""
-    model, alone = (perturbed(Routed().double()) for _ in range(2))
-    alone.load_state_dict(model.state_dict())
-    fs.shard(model, wrap=["Block"], transport=transport, poison=True)
-    for step in range(4):
-        own = dist.get_rank()
-        with fs.no_sync(model) if step % 2 == 0 else nullcontext():
-            mean_square(model(**vectors(step, own), block=(step + own) % 2)).backward()
-        backward_alone(
-            lambda rank: mean_square(alone(**vectors(step, rank), block=(step + rank) % 2))  # noqa: B023
-        )
-    assert unlike_gradients(model, alone) == []
+
+    def given(step, rank):
+        return {"block": (step + rank) % 2}
+
+    assert_gradients_of_calls(Routed, {"transport": transport}, given, defers=True)
 
 
 class Prompted(torch.nn.Module):
@@ -322,17 +331,10 @@ class Prompted(torch.nn.Module):
 @on_ranks(2)
 def test_gradients_may_pass_through_the_first_frozen_units_on_some_ranks(transport, defers, first):
     """In the first step on ranks `first`, later on all of them in turn."""
-    model, alone = (perturbed(Prompted().double()) for _ in range(2))
-    alone.load_state_dict(model.state_dict())
     offload = {"transport": "shared", "offload": "cpu"}
     settings = offload if transport == "offloaded" else {"transport": transport}
-    fs.shard(model, wrap=["Block"], poison=True, **settings)
-    for step in range(4):
-        prompted = first if step == 0 else (step % 2,)
-        with fs.no_sync(model) if defers and step % 2 == 0 else nullcontext():
-            own = dist.get_rank()
-            mean_square(model(**vectors(step, own), is_prompted=own in prompted)).backward()
-        backward_alone(
-            lambda rank: mean_square(alone(**vectors(step, rank), is_prompted=rank in prompted))  # noqa: B023
-        )
-    assert unlike_gradients(model, alone) == []
+
+    def given(step, rank):
+        return {"is_prompted": rank in (first if step == 0 else (step % 2,))}
+
+    assert_gradients_of_calls(Prompted, settings, given, defers)

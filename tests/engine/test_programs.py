@@ -326,13 +326,7 @@ class Hooked(Layer):
 
 
 class Backwards(Chain):
-    """Its first step learns another order of units than the plan's."""
-
-    def forward(self, x):
-        x = self.first(x)
-        for layer in reversed(self.layers):
-            x = layer(x)
-        return self.head(x)
+    is_backwards = True
 
 
 # ---- units that are called without their root
@@ -488,14 +482,8 @@ class Weighted(Chain):
         return super().forward(x) * self.scale
 
 
-class Backwards(Weighted):
-    """Whose order is learned in the first step."""
-
-    def forward(self, x):
-        x = self.first(x)
-        for layer in reversed(self.layers):
-            x = layer(x)
-        return self.head(x) * self.scale
+class WeightedBackwards(Weighted):
+    is_backwards = True
 
 
 def uncertainty(model, x):
@@ -526,7 +514,7 @@ OUTSIDE = {
     work.__name__: (Weighted, work)
     for work in (uncertainty, input_scaled, penalty, head_alone, written_into_plain_tensors)
 }
-OUTSIDE["input scaled before an order is learned"] = (Backwards, input_scaled)
+OUTSIDE["input scaled before an order is learned"] = (WeightedBackwards, input_scaled)
 WHOLE = {
     "no_shard": {"strategy": "no_shard"},
     "one shard": {"strategy": "hybrid_shard", "shard": 1},

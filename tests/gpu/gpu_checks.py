@@ -5,8 +5,6 @@ several. The reference is computed on the same GPU: a float32 master, a copy of 
 dtype that runs forward and backward for every rank's batch in turn, gradients summed in float32.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """A run's loop on the device, for run.py; it needs yaml and rich, as fullshard's commands do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
@@ -54,7 +52,7 @@ def train(free: Around | None) -> list[tuple[float, float]]:
     settings = LoopSettings(NUM_STEPS, 0, gpu_checks.MAX_NORM, rates)
     team = RankTeam(engine_of(model).transport, Seat(0, 1, gpu_checks.DEVICE))
     loop = Loop(trainee, data, settings, team, rows)
-    awaits = patch.object(TorchTrainee, "_is_left_out_by_device", lambda *_: False)
+    awaits = patch.object(TorchTrainee, "is_left_out_by_device", lambda *_: False)
     with nullcontext() if free is not None else awaits:
         with patch.object(trainee, "update", checked), patch.object(loop, "look_ahead"):
             loop.run()

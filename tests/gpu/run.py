@@ -8,8 +8,6 @@ steps run on a CPU, which says that they can run, and nothing of a GPU.
 
 # ruff: noqa: E402  where modules are is said before they are imported
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import importlib.util

@@ -1,7 +1,5 @@
 """Parity, memory and events on GPUs: one rank in this process, two where there are two GPUs."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The steps of `make gpu` can run: on a CPU, without what a machine with a GPU may lack."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

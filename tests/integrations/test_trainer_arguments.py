@@ -1,6 +1,7 @@
 """TrainingArguments of a sharded Trainer: the table in the documentation, and some of its rows."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -18,7 +19,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "migrate" / "trainer_arguments.md"
 RESULTS = ("equal", "within rounding", "refused", "no effect", "not tried", "the same error")
 RUN = ["common", "optim=adafactor", "torch_compile_backend", "auto_find_batch_size",
        "load_best_model_at_end", "hub_revision", "resume_from_checkpoint, adafactor",
-       "neftune_noise_alpha"]  # fmt: skip
+       "neftune_noise_alpha", "predict_with_generate"]  # fmt: skip
+IN_16_BITS = ("bf16", "fp16")
 
 
 def table():
@@ -56,7 +58,7 @@ def test_a_refused_argument_is_named(name, given, tmp_path):
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("arguments")
     for mode in ("ddp", "sharded"):
-        launched(folder, SCRIPT, mode, folder, *RUN)
+        launched(folder, SCRIPT, mode, folder, *RUN, *IN_16_BITS)
     return folder
 
 
@@ -70,3 +72,25 @@ def test_a_case_of_the_table_is_equal(runs, name):
     assert logs < 1e-6
     assert weights is not None
     assert weights < 1e-6
+
+
+def run_of(folder, mode, name):
+    return json.loads((folder / mode / f"{arguments_job.slug(name)}.json").read_text())["run"]
+
+
+@pytest.mark.long
+def test_answers_of_the_generating_case_end_at_different_lengths(runs):
+    metrics = run_of(runs, "sharded", "predict_with_generate")["metrics"]
+    assert len(set(metrics["eval_lengths"])) > 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", IN_16_BITS)
+def test_losses_in_16_bits_are_equal_within_their_rounding(runs, name):
+    found, wanted, other = (
+        [row["loss"] for row in run_of(runs, mode, case)["history"] if "loss" in row]
+        for mode, case in (("sharded", name), ("ddp", name), ("sharded", "common"))
+    )
+    assert len(wanted) == 4
+    assert found == pytest.approx(wanted, rel=2e-3)
+    assert found != pytest.approx(other, rel=1e-6)

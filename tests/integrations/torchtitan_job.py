@@ -4,8 +4,6 @@ torchtitan itself does not start on torch's CPU build, so what it asks of the de
 from outside. [step, loss, largest loss, gradient norm] of each step go to RESULT, a file.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import types

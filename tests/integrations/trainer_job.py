@@ -14,7 +14,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import LlamaForCausalLM, TrainingArguments
 
-from support.trainers import llama_config, t5, word_tokenizer
+from support.trainers import llama_config, word_tokenizer
 
 MODE, FOLDER = sys.argv[1], Path(sys.argv[2])
 NUM_RANKS = 1 if MODE == "plain" else 2
@@ -71,17 +71,6 @@ def pretrain(resume=None):
     return {"history": history(trainer), "parameters": trainer.get_num_trainable_parameters()}
 
 
-def halves(kind):
-    """Losses of the same model in 16 bits; masters are float32."""
-    generator = torch.Generator().manual_seed(1)
-    tokens = [torch.randint(3, 64, (16,), generator=generator).tolist() for _ in range(64)]
-    rows = [{"input_ids": row, "labels": row} for row in tokens]
-    arguments = settings(TrainingArguments, kind, save_strategy="no", **{kind: True})
-    trainer = TRAINER(model=model(torch.float32), args=arguments, train_dataset=rows)
-    trainer.train()
-    return [row["loss"] for row in history(trainer) if "loss" in row]
-
-
 def finetune():
     rows = [
         {
@@ -104,44 +93,9 @@ def finetune():
     return {"history": history(trainer), "strategy": strategy and strategy.strategy}
 
 
-def generate():
-    """Sequence to sequence, with answers of different lengths: ranks stop at different times."""
-    torch.manual_seed(0)
-    found = t5(64)
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(1, 64, (24, 9), generator=generator).tolist()
-    rows = [{"input_ids": row, "labels": row[:5]} for row in tokens]
-
-    def answers(seen):
-        kept = [[int(token) for token in row if token > 0] for row in seen.predictions]
-        return {"lengths": [len(row) for row in kept], "tokens": [x for row in kept for x in row]}
-
-    arguments = settings(
-        transformers.Seq2SeqTrainingArguments, "t5", predict_with_generate=True,
-        generation_max_length=12, eval_strategy="steps", eval_steps=6, save_strategy="no",
-    )  # fmt: skip
-    kind = transformers.Seq2SeqTrainer
-    if MODE != "plain":
-        from fullshard.integrations.transformers import sharded
-
-        kind = sharded(kind)
-    trainer = kind(
-        model=found, args=arguments, train_dataset=rows, eval_dataset=rows, compute_metrics=answers
-    )
-    trainer.train()
-    seen = trainer.evaluate()
-    return {
-        "history": history(trainer),
-        "lengths": seen["eval_lengths"],
-        "tokens": seen["eval_tokens"],
-    }
-
-
 def main():
     whole = pretrain()
     results = {"trainer": whole, "sft": finetune()}
-    results |= {kind: halves(kind) for kind in ("bf16", "fp16")}
-    results["generate"] = generate()
     if MODE != "plain":
         results["resumed"] = pretrain(str(FOLDER / "trainer" / "checkpoint-3"))
         results["switched"] = pretrain(str(FOLDER.parent / "plain" / "trainer" / "checkpoint-3"))

@@ -8,8 +8,8 @@ import sys
 import psutil
 import pytest
 
-from fullshard.observe.metrics import read_rows
 from support.processes import free_port, wait_until
+from support.runs import losses
 from support.text import seeded_text
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -34,13 +34,6 @@ def written(folder, name):
     config = folder / f"{name}.yaml"
     config.write_text(CONFIG.format(text=text, output=folder / name, steps=STEPS))
     return config
-
-
-def losses(run):
-    """By step."""
-    file = run / "metrics.jsonl"
-    rows = read_rows(file) if file.is_file() else ()
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
 def agent(config, port, log):

@@ -96,7 +96,7 @@ def test_ranks_are_forked_or_else_started(run, tmp_path, monkeypatch, capfd, how
     monkeypatch.chdir(tmp_path)  # whose files are not imported in the place of Python's
     (tmp_path / "tabnanny.py").write_text("raise SystemExit('of the working folder')")
     if "adopt" in how:
-        monkeypatch.setattr("fullshard.launch.fork_server._PR_SET_CHILD_SUBREAPER", 9999)
+        monkeypatch.setattr("fullshard.launch.fork_server.PR_SET_CHILD_SUBREAPER", 9999)
     with fork_server([module]) as server:
         if "has ended" in how:
             newest_child().kill()
@@ -186,7 +186,7 @@ def test_a_rank_killed_because_memory_ran_out_is_exit_code_4(run, tmp_path, monk
     counter = tmp_path / "memory.events"
     counter.write_text("low 0\noom_kill 3\n")
     limit = Limit(900 << 20, Path("/sys/fs/cgroup/job/memory.max"))
-    monkeypatch.setattr(supervise, "_SYSTEM", counter)
+    monkeypatch.setattr(supervise, "SYSTEM_KILLS", counter)
     monkeypatch.setattr(supervise, "limit", lambda: limit)
     assert run("die_without_memory", counter) == 4
     err = capfd.readouterr().err

@@ -3,8 +3,6 @@
 Needs chromium (Debian: apt-get install chromium); skipped by that name where there is none.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import re

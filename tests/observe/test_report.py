@@ -1,7 +1,5 @@
 """The report: one page from a run's files, whatever of them there is."""
 
-from __future__ import annotations
-
 import json
 import re
 from html.parser import HTMLParser

@@ -4,8 +4,6 @@ Dropout is off, since ranks and one process draw other numbers; all else is the 
 default where it is not a size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

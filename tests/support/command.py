@@ -3,8 +3,6 @@
 Ranks and references that it starts are forked from a server that has torch imported.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A small model, its batches, and what one process makes of them: for scripts of other tools."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

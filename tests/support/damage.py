@@ -1,7 +1,5 @@
 """Damage to a file, as a disk makes it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

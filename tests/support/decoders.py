@@ -1,7 +1,5 @@
 """Small Hugging Face decoders in float64 all through: theirs make norms and positions float32."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Mixtures of experts: transformers' with its expert parallelism, and layers with torch's own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -10,12 +10,11 @@ imported are there from the start, so what tests imports or a fresh interpreter 
 itself. A command of another program is started as ever.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes
 import io
+import json
 import multiprocessing
 import os
 import runpy
@@ -121,6 +120,13 @@ def module(*words: object, timeout: float = 110.0) -> CompletedProcess[str]:
     """`python -m` with these words, to its end."""
     command = [sys.executable, "-m", *map(str, words)]
     return run(command, timeout=timeout, capture_output=True, text=True)
+
+
+def result(*words: object, **how: Any) -> Any:
+    """What a command prints with --json, which must end without an error."""
+    done = module(*words, "--json", **how)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,5 @@
 """Strategies and numbers of ranks that behaviours are tested on."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 The fault lies in what users write: data that sleeps, a rank that is killed, a forward too many.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

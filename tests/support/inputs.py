@@ -1,7 +1,5 @@
 """Inputs of Hugging Face architectures: one batch of a rank in a step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Only the jobs that need collectives import torch; the others start in a fraction of a second.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -4,8 +4,6 @@ INTERRUPT_S in its environment is its patience with ranks that do not hear Ctrl-
 ranks are forked from a server that imports the modules named there.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from contextlib import nullcontext

@@ -4,8 +4,6 @@ jax reads its environment when it is imported, so the process of the tests must 
 tests run on devices is in another process, which imports their files.
 """
 
-from __future__ import annotations
-
 import importlib
 from importlib.util import find_spec
 from typing import Any

@@ -1,7 +1,5 @@
 """How large the tensors over a vocabulary are that a computation makes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Memory groups (cgroups) for tests, of either version, where this process may make them."""
 
-from __future__ import annotations
-
 import subprocess
 import uuid
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Small models of transformers in folders, as commands read them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Every weight is perturbed, because ones and zeros hide faults: a norm's weight t
 gathered looks right while all of its elements are one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

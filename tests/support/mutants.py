@@ -1,7 +1,5 @@
 """Statements left out, one at a time: what no test misses is either needless or untested."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Collection, Iterator

@@ -1,7 +1,5 @@
 """A model that torch parallelizes over a tensor axis, with sizes that do not divide."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ Whole tensors are put together from `fs.sharding(p)` and `p.to_local()` with tor
 `all_gather_object`, so that the engine's transports and layouts have no part in the check.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch

@@ -4,8 +4,6 @@ Two ranks on gloo, on the CPU. Rank 0 also writes `reference.pt`: the whole stat
 itself puts it together.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

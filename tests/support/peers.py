@@ -1,7 +1,5 @@
 """Packages that `make setup` does not install, fetched by the tests that need them."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Waiting for files and processes, with a deadline that fails the test."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

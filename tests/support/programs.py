@@ -1,7 +1,5 @@
 """A chain of layers on which programs of users run, and what a sharded model says of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +33,7 @@ class Chain(nn.Module):
     """Layers that are units, and what comes before and after."""
 
     wrap = ("Layer",)
+    is_backwards = False  # its first step learns another order of units than the plan's
 
     def __init__(self, layer: Callable[[], nn.Module] = Layer) -> None:
         super().__init__()
@@ -45,7 +44,7 @@ class Chain(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
-        for layer in self.layers:
+        for layer in reversed(self.layers) if self.is_backwards else self.layers:
             x = layer(x)
         return self.head(x)
 

@@ -1,7 +1,5 @@
 """A tiny language model, and a recipe whose samples have different numbers of label tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

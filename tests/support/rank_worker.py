@@ -10,8 +10,6 @@
 torch is imported here only, so that collecting the tests stays fast.
 """
 
-from __future__ import annotations
-
 import ast
 import ctypes
 import faulthandler
@@ -204,7 +202,7 @@ def _leave_as_found(seat: Seat, store: Any, body: Body) -> None:
         if group is not dist.group.WORLD and group in groups:
             dist.destroy_process_group(group)
     if "fullshard.transport.groups" in sys.modules:
-        for made in sys.modules["fullshard.transport.groups"]._MADE.values():
+        for made in sys.modules["fullshard.transport.groups"].MADE.values():
             made.groups.clear()
 
 

@@ -16,8 +16,6 @@ milliseconds. The body is sent as (file, name) and imported on the rank. When a 
 or dies, every other rank is heard or shown, the pool is killed, and the next call starts a new one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Training with recompute beside training without, bit for bit."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -4,8 +4,6 @@ The ranks' local losses are kept apart, because a model with float32 islands giv
 one joined batch, by 1e-6, and that would be no fault of sharding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What a run left in its folder, and what comes between its start and its ranks."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -15,8 +15,6 @@ On a rank `run.loss` is the loss of the rank's own batch; in one process it is t
 ranks' losses, whose gradient is what the ranks' mean gradient should be.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any

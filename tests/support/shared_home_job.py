@@ -1,7 +1,5 @@
 """One rank of a run in which rank 1 kills itself at a mark: FILE RANK MARK before|after."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

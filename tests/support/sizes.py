@@ -1,7 +1,5 @@
 """Sizes of a decoder, by the names that transformers gives them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

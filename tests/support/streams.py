@@ -38,7 +38,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.engine import step as stepping
 from fullshard.engine import unit as units
-from fullshard.engine._torch_compat import GRAD
 from fullshard.engine.engine import engine_of
 from fullshard.transport import c10d, groups, streams
 from fullshard.transport.base import Axes
@@ -227,10 +226,10 @@ class Played(TorchDispatchMode, Ranges):
             patch.object(streams, "of", lambda _: self),
             patch.object(stepping, "has_modes", lambda: False),
             patch.object(stepping, "queue_callback", self._queue_callback),
-            patch.object(units, "_gradient_hook", self._gradient_hook),
+            patch.object(units, "gradient_hook", self._gradient_hook),
             patch.object(units, "kept_tensors", lambda *_: []),  # which the mode's frames keep
             Groups(self).in_place(),
-            patch("fullshard.engine.norms._differing", self._read_on_host),
+            patch("fullshard.engine.norms.differing_counts", self._read_on_host),
         ]
         with ExitStack() as stack:
             for each in patches:
@@ -266,7 +265,7 @@ class Played(TorchDispatchMode, Ranges):
 
         def on_leaf(*args: Any) -> None:
             alive = member_of()
-            gradient = alive and GRAD.__get__(alive.compute)
+            gradient = alive and torch.Tensor.grad.__get__(alive.compute)
             if gradient is not None:
                 self.join(stream, self.now)
                 self.keep(gradient, stream)
@@ -283,7 +282,7 @@ class Played(TorchDispatchMode, Ranges):
         homes = engine.plan.homes
         named = {
             f"slot {ring}[{at}]": slot
-            for ring, slots in engine.rings._buffers.items()
+            for ring, slots in engine.rings.buffers.items()
             for at, slot in enumerate(slots)
         }
         for unit in engine.units:
@@ -299,8 +298,8 @@ class Played(TorchDispatchMode, Ranges):
                         self.hosts |= {key_of(group.grads.sums), key_of(group.grads.shown)}
         for name, tensor in named.items():
             self.names[key_of(tensor)] = name
-            self.own(tensor, engine.runtime._stream)  # on which it was made
-        act, actions = engine.runtime.actions._act, engine.runtime.actions
+            self.own(tensor, engine.runtime.stream)  # on which it was made
+        act, actions = engine.runtime.actions.act, engine.runtime.actions
 
         def acting(event: Any) -> None:
             before, self.place = self.place, f"{event.kind} {event.unit}"
@@ -309,7 +308,7 @@ class Played(TorchDispatchMode, Ranges):
             finally:
                 self.place = before
 
-        actions._act = acting
+        actions.act = acting
 
 
 class Groups:
@@ -341,7 +340,7 @@ class Groups:
     def in_place(self) -> Iterator[None]:
         """Inside, `fs.shard(..., transport="fake")` communicates over these groups by c10d."""
         made = patch("fullshard.engine.shard.make_transport", self.make_transport)
-        alike = patch("fullshard.engine.norms._differing", lambda *_, **__: [])
+        alike = patch("fullshard.engine.norms.differing_counts", lambda *_, **__: [])
         slices = {
             "dist": SimpleNamespace(
                 P2POp=lambda *message: message,
@@ -490,7 +489,7 @@ class Work:
         self._held = None
 
 
-queue, gradient_hook = stepping.queue_callback, units._gradient_hook
+queue, gradient_hook = stepping.queue_callback, units.gradient_hook
 
 
 def key_of(tensor: torch.Tensor) -> int:

@@ -1,7 +1,5 @@
 """The smallest model of stacked blocks, and a compiled step of it. Importing it starts no jax."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from support.lazy import fj, jax, jnp, optax

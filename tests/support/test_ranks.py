@@ -1,7 +1,5 @@
 """The standing pool of ranks keeps its promises: values, failures, hangs, deaths, cleanliness."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

@@ -1,7 +1,5 @@
 """Seeded text for tests: it has structure beyond neighbouring words, and is the same everywhere."""
 
-from __future__ import annotations
-
 import random
 
 NAMES = ("Ada", "Emil", "Grete", "Otto", "Paula")

@@ -1,7 +1,5 @@
 """Traces of models that tests share: commands of one process plan the same few models."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +19,7 @@ def traced_once() -> Iterator[None]:
         trace = getattr(Tracer, name)
 
         def once(self: Any, plan: Any, config: Any, key: Any, samples: int) -> Any:
-            model = type(self.model), str(self.model.config), self._spec
+            model = type(self.model), str(self.model.config), self.spec
             if self.teacher is not None:
                 teacher = getattr(self.teacher.model, "config", None)
                 model = *model, str(teacher), str(self.teacher.config)
@@ -33,6 +31,6 @@ def traced_once() -> Iterator[None]:
         return once
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_trace", "_find_work"):
+        for name in ("trace", "find_work"):
             patch.setattr(Tracer, name, once(name))
         yield

@@ -1,7 +1,5 @@
 """What tests beside other libraries' trainers share: launched scripts, small models, words."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -1,11 +1,9 @@
-"""Models as their users write them, in Linen, NNX, Equinox and plain JAX, none of them fullshard's.
+"""Models as their users write them, in Linen, NNX, Equinox and plain JAX, and steps of them.
 
 Each is (parameters, loss) as `fullshard.jax` takes them. `alone` trains one on a single device with
 nothing of fullshard: the parts of the global batch run side by side under `vmap`, so that a named
 axis exists for BatchNorm, and part i has the documented key of part i.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -139,6 +137,14 @@ def nnx_vit() -> UserModel:
     # Flax keeps them in float32.
     variables = jax.tree.map(lambda x: x.astype(jnp.float64), nnx.to_pure_dict(stats))
     return UserModel(params, loss, ("layers",), (), variables, has_rng=True)
+
+
+def nnx_classifier(rngs: Any) -> Any:
+    """An embedding, a mean and a layer, as the tutorial's."""
+    from flax import nnx
+
+    embed = nnx.Embed(50, 16, rngs=rngs)
+    return nnx.Sequential(embed, lambda x: x.mean(1), nnx.Linear(16, 8, rngs=rngs))
 
 
 def equinox_mlp() -> UserModel:
@@ -348,6 +354,33 @@ MODELS: dict[str, Callable[[], UserModel]] = {
     "lora": lora,
     "mixed": mixed,
 }
+
+
+def planned_step(model: UserModel, tx: Any, config: Any, mesh: Any) -> tuple[Any, Any]:
+    """A plan of a model, and its step."""
+    import fullshard.jax as fj
+
+    plan = fj.plan(model.params, config, mesh, blocks=model.blocks, freeze=model.freeze)
+
+    def scan(block: Any, x: Any, stacked: Any, **inputs: Any) -> Any:
+        return fj.scan_blocks(block, x, stacked, plan, **inputs)
+
+    return plan, fj.train_step(plan, model.loss(scan, AXES), tx)
+
+
+def moved(plan: Any, step: Any, state: Any, batch: Any, **more: Any) -> tuple[Any, Any]:
+    """Collectives of a step, as compiled and as planned."""
+    import fullshard.jax as fj
+
+    census = fj.census(step.compile(state, step.place(batch), **more))
+    planned = plan.table.collectives(step.num_micro_batches)
+    return census, {kind: c for kind, c in planned.items() if c.count}
+
+
+def trainable(plan: Any, params: Any) -> tuple[Any, Any]:
+    """The trained arrays of a tree, and all others; None stands in each other's places."""
+    mine = plan.with_arrays(lambda array, leaf: leaf if array.trainable else None, params)
+    return mine, plan.with_arrays(lambda array, leaf: None if array.trainable else leaf, params)
 
 
 def scan_alone(block: Any, x: Any, stacked: Any, inputs: Any = None) -> Any:

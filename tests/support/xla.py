@@ -3,8 +3,6 @@
 Shapes are odd on purpose: some arrays divide over no number of devices, one is padded.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -22,6 +22,7 @@ from fullshard.run.optim import Average, build_optimizer
 from fullshard.run.outlook import look_at
 from support.grid import chequered
 from support.models import ODD_LLAMA
+from support.scripts import bytes_with_gradients, whole_parameters
 
 
 def memory_of(states):
@@ -31,18 +32,6 @@ def memory_of(states):
     return sum(tensor.nbytes for tensor in by_place.values())
 
 
-def watch_wholes(optimizer, seen):
-    """Note the bytes of whole tensors and their gradients that an owner's optimizer sees."""
-    step = optimizer._inner.step
-
-    def watched():
-        params = [p for group in optimizer._inner.param_groups for p in group["params"]]
-        seen.append(sum(p.nbytes + p.grad.nbytes for p in params if p.grad is not None))
-        step()
-
-    optimizer._inner.step = watched
-
-
 def kept(words):
     """Bytes of an optimizer's states on this rank after a step, and the plan's of the largest; of
     whole tensors during the step, and the plan's. The first rank alone plans."""
@@ -50,15 +39,17 @@ def kept(words):
     model = build_sharded(config, given_model_config(config), torch.device("cpu"))
     optimizer = build_optimizer(model, config.training)
     seen = [0]
-    if hasattr(optimizer, "_inner") and config.sharding.strategy != "no_shard":
-        watch_wholes(optimizer, seen)
     ids = torch.randint(100, (2, 16))
     causal_lm_loss(model(input_ids=ids, use_cache=False).logits, ids)[0].backward()
-    optimizer.step()
+    with whole_parameters(lambda params: seen.append(bytes_with_gradients(params))):
+        optimizer.step()
     if config.training.ema_decay is not None:
         Average(optimizer, config.training.ema_decay).update()
     states = [value for state in optimizer.state.values() for value in state.values()]
     held = memory_of(states)
+    is_owned = getattr(optimizer, "kind", "").startswith("owned")
+    if not is_owned or config.sharding.strategy == "no_shard":  # it updates what the model has
+        seen = [0]
     if dist.get_rank() > 0:
         return held, 0, max(seen), 0
     memory = look_at(config, dist.get_world_size(), Machine(None, None)).plan.memory

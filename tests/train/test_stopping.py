@@ -21,22 +21,34 @@ from support.ragged import NUM_STEPS, RaggedRecipe, Rows, make_loop
 from support.ranks import RankError, on_ranks
 
 
-class StopsAtTheSecondQuestion:
+class Keeper:
+    """Notes what it is asked; a run that is always asked to stop, or never."""
+
+    saves = True
+
+    def __init__(self, *, stops):
+        self.stops, self.kept = stops, []
+
+    def asked_to_stop(self):
+        return self.stops
+
+    def keep(self, step, *, stopping, last):
+        self.kept.append((step, stopping, last))
+        if stopping:
+            raise PreemptedError("asked to stop")
+        return step % 2 == 0
+
+
+class StopsAtTheSecondQuestion(Keeper):
     """A keeper whose rank 1 is asked to stop while the held-out batches run."""
 
     def __init__(self, rank, rows, *, saves=True):
-        self._rank, self._rows, self.saves = rank, rows, saves
-        self.asked, self.kept = 0, []
+        super().__init__(stops=False)
+        self._rank, self._rows, self.saves, self.asked = rank, rows, saves, 0
 
     def asked_to_stop(self):
         self.asked += self._rows.phases[-1][0] == "evaluation"
         return self._rank == 1 and self.asked >= 2
-
-    def keep(self, step, *, stopping, last):
-        assert last is (step == NUM_STEPS)
-        self.kept.append((step, stopping))
-        if stopping:
-            raise PreemptedError("asked to stop")
 
 
 class ThreeBatchesHeldOut(RaggedRecipe):
@@ -62,7 +74,7 @@ def test_a_stop_leaves_an_evaluation_which_is_made_up_for_when_the_run_goes_on()
     loop = evaluates_every_step(rank, rows)
     loop.run(done=1)
     (kept, asked, num_evaluations), evaluated = stopped, [row.step for row in rows.evaluations]
-    assert kept == [(1, True)]
+    assert kept == [(1, True, False)]
     assert (asked, num_evaluations) == (2, 0)
     assert evaluated == list(range(1, NUM_STEPS + 1))
 
@@ -76,7 +88,7 @@ def test_the_last_evaluation_is_left_too_if_the_run_is_saved(saves):
     loop.keeper = keeper = StopsAtTheSecondQuestion(rank, rows, saves=saves)
     with pytest.raises(PreemptedError) if saves else nullcontext():
         loop.run()
-    assert keeper.kept[-1] == (NUM_STEPS, saves)
+    assert keeper.kept[-1] == (NUM_STEPS, saves, True)
     assert [row.step for row in rows.evaluations] == ([] if saves else [NUM_STEPS])
 
 
@@ -94,24 +106,18 @@ def test_losses_that_stay_end_the_run_and_its_last_step_is_kept():
     patience = Patience(2, threshold=0.1)
     rows = Rows()
     _, bare, recipe = make_loop(torch.distributed.get_rank(), 2, 1, {}, rows)
-    kept = []
-
-    class Keeps:
-        def asked_to_stop(self):
-            return False
-
-        def keep(self, step, *, stopping, last):
-            kept.append((step, last))
-            return step % 2 == 0
-
+    keeper = Keeper(stops=False)
     settings = replace(bare.settings, num_steps=5, eval_every=1, patience=patience)
-    loop = GetsNoBetter(bare.trainee, recipe, settings, bare.team, rows, Keeps())
+    loop = GetsNoBetter(bare.trainee, recipe, settings, bare.team, rows, keeper)
     loop.run()
-    loop.run(done=kept[-1][0])  # goes on where it ended, and ends at once
+    loop.run(done=keeper.kept[-1][0])  # goes on where it ended, and ends at once
     assert [row.step for row in rows.saves] == [2, 4]
     assert all(row.save_s > 0 for row in rows.saves)
     assert [row.step for row in rows.steps] == [1, 2, 3, 4]
-    assert kept == [(1, False), (2, False), (3, False), (4, True)]
+    assert [(step, last) for step, _, last in keeper.kept] == [
+        *((n, False) for n in (1, 2, 3)),
+        (4, True),
+    ]
     assert patience.state_dict() == {"best": 2.0, "waited": 2, "step": 4}
 
 
@@ -303,31 +309,14 @@ def test_a_step_on_a_device_is_over_when_its_update_is():
     assert seen == ["update", "end", "measured"]
 
 
-class AsksAlways:
-    """A keeper of a run that is asked to stop from the beginning."""
-
-    saves = True
-
-    def __init__(self):
-        self.kept = []
-
-    def asked_to_stop(self):
-        return True
-
-    def keep(self, step, *, stopping, last):
-        self.kept.append((step, stopping))
-        if stopping:
-            raise PreemptedError("asked to stop")
-
-
 @on_ranks(2)
 def test_a_stop_while_an_evaluation_is_made_up_for_takes_no_step():
-    rows, keeper = Rows(), AsksAlways()
+    rows, keeper = Rows(), Keeper(stops=True)
     loop = evaluates_every_step(torch.distributed.get_rank(), rows)
     loop.keeper = keeper
     with pytest.raises(PreemptedError):
         loop.run(done=1)
-    assert (keeper.kept, rows.steps, rows.evaluations) == ([(1, True)], [], [])
+    assert (keeper.kept, rows.steps, rows.evaluations) == ([(1, True, False)], [], [])
 
 
 def train_a_bad_loss_in_fp16():

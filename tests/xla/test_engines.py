@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import fullshard as fs
 from support import decoders
-from support.lazy import fj, fx, jax
+from support.lazy import fj, fx, jax, user_models
 from support.processes import python
 
 NUM_STEPS = 20
@@ -64,12 +64,12 @@ def in_jax(name, folder, strategy, replicate, shard, tensor=1, expert=1):
         batch = {"input_ids": ids.numpy(), "labels": labels.numpy()}
         state, metrics = step(state, batch, learning_rate=NUMBERS["rate"])
         losses.append(float(metrics["loss"]))
+        assert metrics["grad_norm"] > NUMBERS["norm"]  # it is clipped
     weights = {}
     for array, leaf in zip(plan.table.arrays, jax.tree.leaves(fj.full_params(state)), strict=True):
         layers = leaf if array.block else [leaf]
         weights |= dict(zip(array.names(), layers, strict=True))
-    found = fj.census(step.compile(state, step.place(batch), learning_rate=NUMBERS["rate"]))
-    planned = {kind: c for kind, c in plan.table.collectives().items() if c.count}
+    found, planned = user_models.moved(plan, step, state, batch, learning_rate=NUMBERS["rate"])
     return losses, weights, found == planned
 
 

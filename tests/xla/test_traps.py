@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
-import torch
 
 from fullshard.errors import ConfigError
-from support.lazy import fj, fx, jax, jnp, optax, xla
+from support.lazy import fj, fx, jax, jnp, optax, user_models, xla
 from support.tanh_layers import LAYERS, WIDTH, compiled
 
 
@@ -57,9 +56,9 @@ def test_a_tail_outside_of_the_loop_is_planned_as_cpus_compiler_keeps_its_weight
 
 
 def bytes_in_bf16():
-    step, _, _, plan = compiled({"strategy": "full_shard", "param_dtype": "bf16"})
+    step, state, batch, plan = compiled({"strategy": "full_shard", "param_dtype": "bf16"})
     moved = plan.table.collectives()
-    text = step._run.lower(*arguments(step, plan)).as_text()
+    text = jax.jit(step).lower(state, step.place(batch)).as_text()
     gathers = [line for line in text.splitlines() if "all_gather" in line]
     scatters = [line for line in text.splitlines() if "reduce_scatter" in line]
     return gathers, scatters, {kind: c.num_bytes for kind, c in moved.items()}
@@ -82,10 +81,9 @@ def in_micro_batches():
 
         tx = optax.sgd(0.1)
         step = fj.train_step(plan, loss, tx, num_micro_batches=3)
-        batch = step.place({"x": np.ones((3, 16, 16))})
-        census = fj.census(step.compile(fj.shard(plan, tree, tx), batch))
-        planned = {kind: c for kind, c in plan.table.collectives(3).items() if c.count}
-        found.append((3 * num_layers, census, planned))
+        batch = {"x": np.ones((3, 16, 16))}
+        both = user_models.moved(plan, step, fj.shard(plan, tree, tx), batch)
+        found.append((3 * num_layers, *both))
     return found
 
 
@@ -94,11 +92,6 @@ def test_blocks_without_a_loop_are_gathered_in_each_micro_batch(devices):
         assert census == planned
         assert census["all-gather"].count >= num_turns  # both arrays, which are small, at once
         assert census["reduce-scatter"].count == num_turns
-
-
-def arguments(step, plan):
-    _, state, batch, _ = compiled({"strategy": "full_shard", "param_dtype": "bf16"})
-    return state, step.place(batch), {}
 
 
 def test_gathers_travel_in_the_compute_dtype_and_gradients_in_the_reduce_dtype(devices):
@@ -215,31 +208,3 @@ def test_the_census_reads_each_way_of_writing_groups(devices):
         "all-reduce": (2, 96),
     }
     assert said.startswith("census: expected the trip count of loop body")
-
-
-def clipped_like_torch():
-    """Largest differences of weights after 50 steps of torch's AdamW and clipping, in float64."""
-    generator = np.random.default_rng(0)
-    first, xs = generator.normal(size=(8, 4)), generator.normal(size=(50, 8, 8))
-    weight = torch.nn.Parameter(torch.tensor(first))
-    theirs = torch.optim.AdamW([weight], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
-    for x in xs:
-        (torch.tanh(torch.tensor(x) @ weight).sum() / 8).backward()
-        torch.nn.utils.clip_grad_norm_([weight], 0.05)
-        theirs.step()
-        theirs.zero_grad()
-    plan = fj.plan({"w": first}, None, fj.make_mesh(1, 2, devices=jax.devices()[:2]))
-    tx = fx.opt_state.adamw((0.9, 0.95), 1e-8, {"w": 0.1})
-
-    def loss(params, batch):
-        return jnp.tanh(batch["x"] @ params["w"]).sum(), jnp.asarray(len(batch["x"]))
-
-    step = fj.train_step(plan, loss, tx, max_grad_norm=0.05)
-    state = fj.init(plan, lambda _: {"w": jnp.asarray(first)}, tx)
-    for x in xs:
-        state, _ = step(state, {"x": x}, learning_rate=1e-2)
-    return np.abs(fj.full_params(state)["w"] - weight.detach().numpy()).max()
-
-
-def test_fifty_clipped_steps_are_those_of_torch(devices):
-    assert devices(clipped_like_torch) == pytest.approx(0, abs=1e-12)

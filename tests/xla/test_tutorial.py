@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.lazy import fj, jax, nnx, optax
+from support.lazy import fj, jax, nnx, optax, user_models
 from support.processes import python
 from support.scripts import said_by
 
@@ -45,14 +45,8 @@ def nnx_training():
         moments = [spec for *_, spec in fj.sharding_table(nnx.state(state))]
         return found, before == after, sum(spec == before[0] for spec in moments)
 
-    def model():
-        rngs = nnx.Rngs(0)
-        embed = nnx.Embed(50, 16, rngs=rngs)
-        head = nnx.Linear(16, 8, rngs=rngs)
-        return nnx.Sequential(embed, lambda x: x.mean(1), head)
-
     def sharded(mesh):
-        graph, params = nnx.split(model())
+        graph, params = nnx.split(user_models.nnx_classifier(nnx.Rngs(0)))
         with jax.set_mesh(mesh):
             params = fj.shard_fsdp(params, threshold=100)
         return nnx.ModelAndOptimizer(nnx.merge(graph, params), optax.adam(1e-2))
@@ -66,7 +60,8 @@ def nnx_training():
         placed = fj.selective_fsdp(tree, 1000, mesh=mesh)
         fj.print_sharding(placed)
         jax.tree_util.tree_map_with_path(fj.print_sharding, placed)  # as the tutorial calls it
-    one = losses(1, lambda _: nnx.ModelAndOptimizer(model(), optax.adam(1e-2)))
+    model = user_models.nnx_classifier(nnx.Rngs(0))
+    one = losses(1, lambda _: nnx.ModelAndOptimizer(model, optax.adam(1e-2)))
     return losses(8, sharded), one, found, out.getvalue()
 
 

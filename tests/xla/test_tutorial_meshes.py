@@ -9,14 +9,9 @@ import pytest
 
 from fullshard.errors import ConfigError
 from fullshard.formats.detect import open_source
-from support.lazy import fj, flax, jax, jnp, nnx, optax, orbax
+from support.lazy import fj, flax, jax, jnp, nnx, optax, orbax, user_models
 
 CLASSES, SAMPLES = 8, 16
-
-
-def model(rngs):
-    embed = nnx.Embed(50, 16, rngs=rngs)
-    return nnx.Sequential(embed, lambda x: x.mean(1), nnx.Linear(16, CLASSES, rngs=rngs))
 
 
 def first_losses(labels):
@@ -27,7 +22,7 @@ def first_losses(labels):
     assert "Explicit" in str(explicit.axis_types)
     for mesh in (explicit, jax.make_mesh((2, 4), ("data", "fsdp"))):
         with jax.set_mesh(mesh):
-            graph, params = nnx.split(model(nnx.Rngs(0)))
+            graph, params = nnx.split(user_models.nnx_classifier(nnx.Rngs(0)))
             params = fj.shard_fsdp(params, threshold=100)
         state = nnx.ModelAndOptimizer(nnx.merge(graph, params), optax.sgd(0.1))
         step = fj.create_fsdp_train_step(mesh)
@@ -49,7 +44,7 @@ def first_losses(labels):
 def by_hand(labels):
     """Mean over the labels that count, on one device."""
     ids = np.random.default_rng(0).integers(0, 50, (SAMPLES, 6))
-    logits = model(nnx.Rngs(0))(ids)
+    logits = user_models.nnx_classifier(nnx.Rngs(0))(ids)
     likely = jax.nn.log_softmax(logits)
     if labels.ndim == 2:
         return float(-(labels * likely).sum(-1).mean())

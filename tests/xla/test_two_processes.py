@@ -1,5 +1,7 @@
 """What users train on several processes of jax, each with its own samples and one device."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch.distributed as dist
@@ -37,34 +39,18 @@ def mine(rank, batch):
 def trained(name, strategy, replicate, shard):
     """Differences from one device, and collectives as compiled and as planned."""
     rank = joined()
-
     model, tx = user_models.MODELS[name](), optax.adamw(1e-2, eps=1e-3)
-    plan = fj.plan(
-        model.params,
-        {"strategy": strategy},
-        fj.make_mesh(replicate, shard),
-        blocks=model.blocks,
-        freeze=model.freeze,
-    )
-
-    def scan(block, x, stacked, **inputs):
-        return fj.scan_blocks(block, x, stacked, plan, **inputs)
-
-    def trainable(params):
-        own = plan.with_arrays(lambda array, leaf: leaf if array.trainable else None, params)
-        rest = plan.with_arrays(lambda array, leaf: None if array.trainable else leaf, params)
-        return own, rest
-
-    step = fj.train_step(plan, model.loss(scan, user_models.AXES), tx)
+    mesh = fj.make_mesh(replicate, shard)
+    plan, step = user_models.planned_step(model, tx, {"strategy": strategy}, mesh)
     state = fj.shard(plan, model.params, tx, model.variables)
     start = fj.full_params(state)
     losses = []
     for at in range(NUM_STEPS):
         state, metrics = step(state, mine(rank, user_models.images(at)))
         losses.append(float(metrics["loss"]))
-    census = fj.census(step.compile(state, step.place(mine(rank, user_models.images(0)))))
-    planned = {kind: c for kind, c in plan.table.collectives().items() if c.count}
-    wanted = user_models.alone(model, start, tx, NUM_STEPS, 1, trainable)
+    census, planned = user_models.moved(plan, step, state, mine(rank, user_models.images(0)))
+    parts = partial(user_models.trainable, plan)
+    wanted = user_models.alone(model, start, tx, NUM_STEPS, 1, parts)
     found = jax.tree.leaves(fj.full_params(state))
     apart = max(np.abs(a - b).max() for a, b in zip(found, wanted[1], strict=True))
     return np.abs(np.subtract(losses, wanted[0])).max(), apart, census, planned
@@ -95,13 +81,8 @@ def tutorial():
     """Losses of the tutorial's step, of which each process has half of the samples."""
     rank = joined()
 
-    def model():
-        rngs = nnx.Rngs(0)
-        embed = nnx.Embed(50, 16, rngs=rngs)
-        return nnx.Sequential(embed, lambda x: x.mean(1), nnx.Linear(16, 8, rngs=rngs))
-
     def losses(mesh, samples):
-        graph, params = nnx.split(model())
+        graph, params = nnx.split(user_models.nnx_classifier(nnx.Rngs(0)))
         params = fj.shard_fsdp(params, threshold=100, mesh=mesh)
         state = nnx.ModelAndOptimizer(nnx.merge(graph, params), optax.adam(1e-2))
         step, found = fj.create_fsdp_train_step(mesh), []
@@ -116,7 +97,7 @@ def tutorial():
     )
     alone = []
     if rank == 0:
-        model_alone = model()
+        model_alone = user_models.nnx_classifier(nnx.Rngs(0))
         optimizer = nnx.Optimizer(model_alone, optax.adam(1e-2), wrt=nnx.Param)
 
         def loss_of(model, ids):

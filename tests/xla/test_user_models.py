@@ -1,5 +1,8 @@
 """Models of other libraries train under a plan as on one device, and move what the plan says."""
 
+from functools import partial
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 
@@ -50,15 +53,9 @@ def trained(name, tx_name, mesh_name, folder, recompute="none"):
     model, tx = user_models.MODELS[name](), optimizer(tx_name)
     more = {"rng": jax.random.key(7)} if model.has_rng else {}
 
-    def setup(strategy, replicate, shard):
-        mesh = fj.make_mesh(replicate, shard)
+    def setup(strategy, *sizes):
         config = {"strategy": strategy, "activation_checkpointing": recompute}
-        plan = fj.plan(model.params, config, mesh, blocks=model.blocks, freeze=model.freeze)
-
-        def scan(block, x, stacked, **inputs):
-            return fj.scan_blocks(block, x, stacked, plan, **inputs)
-
-        return plan, fj.train_step(plan, model.loss(scan, user_models.AXES), tx)
+        return user_models.planned_step(model, tx, config, fj.make_mesh(*sizes))
 
     def run(step, state, first, stop):
         losses = []
@@ -70,15 +67,7 @@ def trained(name, tx_name, mesh_name, folder, recompute="none"):
     plan, step = setup(*MESHES[mesh_name])
     state = fj.shard(plan, model.params, tx, model.variables)
     start = fj.full_params(state)  # in the master dtype
-    batch = step.place(user_models.images(0))
-    census = fj.census(step.compile(state, batch, **more))
-    planned = {kind: c for kind, c in plan.table.collectives().items() if c.count}
-
-    def trainable(params):
-        mine = plan.with_arrays(lambda array, leaf: leaf if array.trainable else None, params)
-        rest = plan.with_arrays(lambda array, leaf: None if array.trainable else leaf, params)
-        return mine, rest
-
+    collectives = user_models.moved(plan, step, state, user_models.images(0), **more)
     state, losses = run(step, state, 0, SAVED_AFTER)
     path = fj.save(folder, state, step=SAVED_AFTER)
     state, rest = run(step, state, SAVED_AFTER, NUM_STEPS)
@@ -87,7 +76,8 @@ def trained(name, tx_name, mesh_name, folder, recompute="none"):
     resumed, again = run(step, resumed, SAVED_AFTER, NUM_STEPS)
     num_parts = 8 if model.has_rng or model.variables is not None else 1
     if (name, tx_name) not in _ALONE:
-        _ALONE[name, tx_name] = user_models.alone(model, start, tx, NUM_STEPS, num_parts, trainable)
+        parts = partial(user_models.trainable, plan)
+        _ALONE[name, tx_name] = user_models.alone(model, start, tx, NUM_STEPS, num_parts, parts)
     wanted = _ALONE[name, tx_name]
     return {
         "losses": apart(([*losses, *rest], wanted[0])),
@@ -97,7 +87,7 @@ def trained(name, tx_name, mesh_name, folder, recompute="none"):
         "variables": apart((state.variables, wanted[2])),
         "variables resumed": apart((resumed.variables, wanted[2])),
         "moved": apart((start, wanted[1])),
-    }, (census, planned)
+    }, collectives
 
 
 @pytest.mark.short(1)
@@ -132,33 +122,21 @@ def test_the_plan_equals_the_census_under_recompute(devices, tmp_path, name, rec
 def exchanged(name, config):
     """Collectives of a step with messages as between CPU processes, as compiled and as planned."""
     model, tx = user_models.MODELS[name](), optax.sgd(1e-2)
-    plan = fj.plan(
-        model.params, config, fj.make_mesh(2, 4), blocks=model.blocks, freeze=model.freeze
-    )
-
-    def scan(block, x, stacked, **inputs):
-        return fj.scan_blocks(block, x, stacked, plan, **inputs)
-
-    step = fj.train_step(plan, model.loss(scan, user_models.AXES), tx)
+    plan, step = user_models.planned_step(model, tx, config, fj.make_mesh(2, 4))
     state = fj.shard(plan, model.params, tx, model.variables)
     more = {"rng": jax.random.key(7)} if model.has_rng else {}
-    real, fx.gather.over_gloo = fx.gather.over_gloo, lambda: True
-    try:
-        census = fj.census(step.compile(state, step.place(user_models.images(0)), **more))
-    finally:
-        fx.gather.over_gloo = real
-    return census, {kind: c for kind, c in plan.table.collectives().items() if c.count}
+    with patch.object(fx.gather, "over_gloo", lambda: True):
+        return user_models.moved(plan, step, state, user_models.images(0), **more)
 
 
 def normalized(num_samples):
     """Collectives of a step of Equinox's BatchNorm, which normalizes over all devices."""
     model, tx = user_models.MODELS["equinox_batchnorm"](), optax.sgd(1e-2)
-    plan = fj.plan(model.params, None, fj.make_mesh(2, 4))
-    step = fj.train_step(plan, model.loss(None, user_models.AXES), tx)
+    plan, step = user_models.planned_step(model, tx, None, fj.make_mesh(2, 4))
     state = fj.shard(plan, model.params, tx, model.variables)
     draw = user_models.images(0)
     batch = {name: draw[name].repeat(num_samples // 16, 0) for name in draw}
-    return fj.census(step.compile(state, step.place(batch)))
+    return user_models.moved(plan, step, state, batch)[0]
 
 
 def test_gradients_of_sums_over_samples_and_devices_have_no_row_per_sample(devices):

@@ -149,7 +149,7 @@ def claim(target: Path) -> Paths:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         place.notes.mkdir()
-        _make_note(place.verdict)
+        make_note(place.verdict)
         place.aside.mkdir()
     except BaseException as error:
         abandon(place)
@@ -182,7 +182,7 @@ def join(place: Paths, rank: int) -> None:
                 f"checkpoint '{place.target}': expected a folder that all ranks share; rank {rank} "
                 "does not see what rank 0 created there. Use a folder on a shared file system."
             )
-        _make_note(place.note(rank))
+        make_note(place.note(rank))
     except OSError as error:
         raise failure(place.target, rank, error) from error
 
@@ -190,16 +190,16 @@ def join(place: Paths, rank: int) -> None:
 def report(place: Paths, rank: int, outcome: Sequence[Written] | CheckpointError) -> None:
     """Write the note of this rank: its files, or its error."""
     if isinstance(outcome, CheckpointError):
-        _fill_note(place.note(rank), str(outcome))
+        fill_note(place.note(rank), str(outcome))
         return
     try:
         files = {written.name: [written.facts.size, written.facts.checksum] for written in outcome}
         tensors = {key: tensor for written in outcome for key, tensor in written.tensors.items()}
         index = Index(world_size=0, tensors=tensors).to_json()
         write_text(place.record(rank), json.dumps({"files": files, "index": index}))
-        _fill_note(place.note(rank), "")
+        fill_note(place.note(rank), "")
     except OSError as error:
-        _fill_note(place.note(rank), str(failure(place.target, rank, error)))
+        fill_note(place.note(rank), str(failure(place.target, rank, error)))
 
 
 def conclude(place: Paths, world_size: int, documents: Documents) -> None:
@@ -217,12 +217,12 @@ def conclude(place: Paths, world_size: int, documents: Documents) -> None:
     except BaseException as error:
         known = failure(place.target, 0, error)
         discard(place)
-        _fill_note(place.verdict, str(known))
+        fill_note(place.verdict, str(known))
         if not isinstance(error, Exception):
             raise
         raise known from error
     else:
-        _fill_note(place.verdict, "")
+        fill_note(place.verdict, "")
     finally:
         with suppress(OSError):  # the verdict is known
             _wait_for(lambda: _is_over(place))
@@ -345,7 +345,7 @@ def put_in_place(place: Paths) -> None:
     remove_tree(old)
 
 
-def _make_note(path: Path) -> None:
+def make_note(path: Path) -> None:
     """Creates an empty note of full size."""
     if isinstance(path, StorePath):
         path.write_bytes(b" ")
@@ -354,7 +354,7 @@ def _make_note(path: Path) -> None:
         file.write(b" " * NOTE_BYTES)
 
 
-def _fill_note(path: Path, error: str) -> None:
+def fill_note(path: Path, error: str) -> None:
     """Writes a note; `error` is empty on success. Ignores a note that was removed."""
     text = json.dumps({"error": error[: NOTE_BYTES // 8]}).encode()
     if isinstance(path, StorePath):

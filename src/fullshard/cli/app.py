@@ -137,7 +137,7 @@ def _root(
 
 def main() -> None:
     """Run the command line of this process and end it with the command's exit code."""
-    _open_streams()
+    open_streams()
     atexit.register(gc.freeze)  # saves a second: no search for garbage when the process ends
     atexit.register(_on_stop_signals, signal.SIG_IGN)  # Python drops other handlers soon
     try:
@@ -155,7 +155,7 @@ def _on_stop_signals(handler: Any) -> None:
         signal.signal(number, handler)
 
 
-def _open_streams() -> None:
+def open_streams() -> None:
     """Open /dev/null for standard streams that are closed (`>&-`), for this process and its ranks.
 
     Otherwise the first files that are opened, such as logs, would get their descriptor numbers.

@@ -44,19 +44,19 @@ class Rule(Enum):
     DETACH = auto()  # p.grad.detach_()
 
 
-_UNARY = """abs absolute neg negative positive sqrt rsqrt square exp exp2 expm1 log log2 log10 log1p
+UNARY = """abs absolute neg negative positive sqrt rsqrt square exp exp2 expm1 log log2 log10 log1p
 sin cos tan sinh cosh tanh asinh acosh atanh sigmoid relu silu softplus sign sgn reciprocal floor
 ceil round trunc frac fix erf erfc isnan isinf isfinite isneginf isposinf logical_not bitwise_not
 nan_to_num clamp clamp_min clamp_max clip hardtanh threshold"""
-_BINARY = """add sub subtract rsub mul multiply div divide true_divide floor_divide remainder fmod
+BINARY = """add sub subtract rsub mul multiply div divide true_divide floor_divide remainder fmod
 pow addcmul addcdiv lerp maximum minimum fmax fmin where masked_fill eq ne lt le gt ge
 logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor copysign atan2 hypot xlogy
 heaviside nextafter ldexp"""
-_COPIES = """clone detach contiguous float double half bfloat16 type cpu cuda
+COPIES = """clone detach contiguous float double half bfloat16 type cpu cuda
 zeros_like ones_like empty_like full_like zero fill constant copy data requires_grad __copy__"""
 _OPERATORS = """add sub mul truediv floordiv mod pow radd rsub rmul rtruediv rdiv div rpow iadd isub
 imul itruediv idiv ipow neg pos abs eq ne lt le gt ge and or xor invert iand ior ixor rand ror"""
-_PLAIN = """shape dtype device layout ndim names requires_grad grad is_leaf is_cuda is_cpu
+PLAIN = """shape dtype device layout ndim names requires_grad grad is_leaf is_cuda is_cpu
 is_meta is_sparse is_sparse_csr is_mkldnn is_quantized is_nested is_mps is_xpu is_vulkan is_maia
 is_ipu is_mtia itemsize nbytes output_nr _version _backward_hooks _post_accumulate_grad_hooks
 volatile retains_grad grad_dtype size numel nelement dim ndimension element_size stride
@@ -64,7 +64,7 @@ storage_offset is_contiguous is_floating_point is_complex is_signed is_conj is_n
 is_same_size get_device is_pinned is_shared is_coalesced has_names dense_dim sparse_dim result_type
 can_cast as_subclass retain_grad _is_view is_distributed
 _has_compatible_shallow_copy_type"""
-_RANDOM = """normal_ uniform_ random_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_ normal
+RANDOM = """normal_ uniform_ random_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_ normal
 bernoulli rand_like randn_like randint_like multinomial poisson dropout dropout_ alpha_dropout
 feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d rrelu rrelu_ gumbel_softmax"""
 _NORMS = "norm linalg_norm linalg_vector_norm _foreach_norm"
@@ -81,12 +81,12 @@ _FUSED = "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"
 
 def _table() -> dict[str, Rule]:
     rules: dict[str, Rule] = {}
-    for name in f"{_UNARY} {_BINARY} {_COPIES}".split():
+    for name in f"{UNARY} {BINARY} {COPIES}".split():
         for spelling in (name, name + "_", f"_foreach_{name}", f"_foreach_{name}_"):
             rules[spelling] = Rule.ELEMENTWISE
     rules.update((f"__{name}__", Rule.ELEMENTWISE) for name in _OPERATORS.split())
-    lists = {_FUSED: Rule.ELEMENTWISE, _NORMS: Rule.NORM, _NUMBERS: Rule.NUMBER, _PLAIN: Rule.PLAIN}
-    for names, rule in (lists | {_RANDOM: Rule.RANDOM, "to type_as": Rule.CAST}).items():
+    lists = {_FUSED: Rule.ELEMENTWISE, _NORMS: Rule.NORM, _NUMBERS: Rule.NUMBER, PLAIN: Rule.PLAIN}
+    for names, rule in (lists | {RANDOM: Rule.RANDOM, "to type_as": Rule.CAST}).items():
         rules.update(dict.fromkeys(names.split(), rule))
     rules["_amp_foreach_non_finite_check_and_unscale_"] = Rule.UNSCALE
     rules["copy_"] = rules["_foreach_copy_"] = Rule.COPY

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class _Param(Elements):
+class InitialParam(Elements):
     """A parameter's elements on this rank, its unit, and the index `at` of its group."""
 
     unit: UnitPlan
@@ -84,7 +84,7 @@ class InitialValues:
         self._masters = masters
         rank = transports[plan.mesh].rank
         self._params = {
-            names[0]: _Param(piece, Cut.of(model.get_parameter(names[0])), unit, at, names)
+            names[0]: InitialParam(piece, Cut.of(model.get_parameter(names[0])), unit, at, names)
             for unit in plan.units
             for at, group in enumerate(unit.groups)
             for names, piece in zip(
@@ -158,7 +158,7 @@ class InitialValues:
             whole = param.cut.whole_of(whole.view(param.piece.shape))
         return whole.to("cpu", self._model.get_parameter(name).dtype)
 
-    def _part(self, param: _Param) -> torch.Tensor:
+    def _part(self, param: InitialParam) -> torch.Tensor:
         """(n_local,): this rank's part of a parameter in its master."""
         piece, master = param.piece, self._masters.of(param.unit, param.at).master
         return master[piece.offset : piece.offset + piece.numel]

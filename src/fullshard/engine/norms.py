@@ -421,7 +421,7 @@ class GradientNorms:
 
     def _check(self, what: str, own: Any, excused: Any, maximum: Any, head: torch.Tensor) -> None:
         """Raise the error of a count that differs between ranks."""
-        differing = _differing(head, own, maximum=maximum)
+        differing = differing_counts(head, own, maximum=maximum)
         for wrong in differing:
             if wrong == Count.LISTED or (wrong == Count.GROUPS and Count.LISTED in differing):
                 continue  # a rank left out empty shards
@@ -641,7 +641,7 @@ def _check_factors(factors: torch.Tensor) -> None:
         raise EngineError(f"GradScaler.unscale_: {_SETTINGS}")
 
 
-def _differing(head: torch.Tensor, counts: Iterable[str], *, maximum: bool) -> list[str]:
+def differing_counts(head: torch.Tensor, counts: Iterable[str], *, maximum: bool) -> list[str]:
     """Names of the counts that differ between ranks."""
     ranks, *sums = head.tolist()
     found = []

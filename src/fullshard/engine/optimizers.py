@@ -257,7 +257,7 @@ class _Group:
         self._params = [*params]
         self._kinds = list(map(type, params))
         shards = [param for param in params if isinstance(param, ShardedParameter)]
-        self.parts = {norms: _Part(ours, norms) for norms, ours in by_model(shards).items()}
+        self.parts = {norms: OptimizerPart(ours, norms) for norms, ours in by_model(shards).items()}
         self.first = next((param for param in shards if param.record.is_cut), None)
 
     def has(self, params: Sequence[Any]) -> bool:
@@ -266,7 +266,7 @@ class _Group:
         return len(params) == len(own) and all(map(is_, params, own)) and [*map(type, own)] == kinds
 
 
-class _Part:
+class OptimizerPart:
     """A model's shards in a group, whose settings and states ranks compare.
 
     A rank may leave out shards without elements (`if p.numel()`), and with them the group. Settings
@@ -278,8 +278,8 @@ class _Part:
 
     def __init__(self, shards: Sequence[Any], norms: GradientNorms) -> None:
         self._listed = self._shared = 0  # sums of a number for each shard
-        self._weights: list[tuple[Any, int]] = []  # of those whose elements several ranks have
-        self._seen: list[Any] = []  # versions of their states after the last step
+        self.weights: list[tuple[Any, int]] = []  # of those whose elements several ranks have
+        self.seen: list[Any] = []  # versions of their states after the last step
         self._whole: Any = None
         if norms.transport is None:  # of compat, before their engine
             return
@@ -294,7 +294,7 @@ class _Part:
             if size > 1 and one.piece.numel:
                 weight = -1 if one.piece.start else size - 1  # 0 for all holders together
                 self._shared += weight * number
-                self._weights.append((param, weight * hash((one.index, 1))))
+                self.weights.append((param, weight * hash((one.index, 1))))
 
     def hashes(self, settings: dict[str, Any], states: Any) -> dict[str, int]:
         """What is added to the counts of ranks at each step."""
@@ -303,9 +303,9 @@ class _Part:
             state = states.get(self._whole, {})  # a tensor of (1,) may be a state of one element
             counts = [x for x in state.values() if not (isinstance(x, torch.Tensor) and x.dim())]
             both = hash_of([settings, len(state), counts])
-        numbers, now = 0, self._versions(states)
-        for (param, weight), seen, one in zip(self._weights, self._seen or now, now, strict=True):
-            numbers += weight * (len(states.get(param, ())) + _CHANGED * _differ(seen, one))
+        numbers, now = 0, self.versions(states)
+        for (param, weight), seen, one in zip(self.weights, self.seen or now, now, strict=True):
+            numbers += weight * (len(states.get(param, ())) + _CHANGED * differ(seen, one))
         return {
             Count.LISTED: self._listed,
             Count.GROUPS: own * self._listed,
@@ -315,10 +315,10 @@ class _Part:
 
     def note(self, states: Any) -> None:
         """Note the states after a step, to find those that change before the next one."""
-        self._seen = self._versions(states)
+        self.seen = self.versions(states)
 
-    def _versions(self, states: Any) -> list[Any]:
-        found = [states.get(param, {}).values() for param, _ in self._weights]
+    def versions(self, states: Any) -> list[Any]:
+        found = [states.get(param, {}).values() for param, _ in self.weights]
         with no_guard():
             tensors = [[x for x in one if isinstance(x, torch.Tensor)] for one in found]
             return [
@@ -326,7 +326,7 @@ class _Part:
             ]
 
 
-def _differ(seen: Sequence[Any], now: Sequence[Any]) -> bool:
+def differ(seen: Sequence[Any], now: Sequence[Any]) -> bool:
     """Whether tensors are others or were written. The id of a freed tensor returns."""
     pairs = zip(seen, now, strict=False)
     return len(seen) != len(now) or any(a is not b or v != w for (a, v), (b, w) in pairs)

@@ -172,33 +172,33 @@ class Rings:
         kept: Slots | None = None,
     ) -> None:
         self._rings, self._shared = rings, set(shared)
-        self._buffers = {**(kept or {}), **shared}
+        self.buffers = {**(kept or {}), **shared}
         for ring in rings:
-            if ring.name not in self._buffers:
+            if ring.name not in self.buffers:
                 kind: dict[str, Any] = {"dtype": torch_dtype(ring.dtype), "device": device}
                 slots = [torch.zeros(ring.numel, **kind) for _ in range(ring.count)]
-                self._buffers[ring.name] = slots
-        for name in self._buffers.keys() - (kept or {}).keys() if poison else ():
-            for slot in self._buffers[name]:
+                self.buffers[ring.name] = slots
+        for name in self.buffers.keys() - (kept or {}).keys() if poison else ():
+            for slot in self.buffers[name]:
                 slot.fill_(float("nan"))
 
     def give(self, rings: Sequence[Ring]) -> Slots:
         """Return own slots of rings that are also in another plan, by name; drop all others."""
-        held, self._buffers = self._buffers, {}
+        held, self.buffers = self.buffers, {}
         own = [ring for ring in rings if ring in self._rings and ring.name not in self._shared]
         return {ring.name: held[ring.name] for ring in own}
 
     def view(self, ref: SlotRef, numel: int) -> torch.Tensor:
         """(numel,): a group's part of its slot."""
-        return self._buffers[ref.ring][ref.index][ref.base : ref.base + numel]
+        return self.buffers[ref.ring][ref.index][ref.base : ref.base + numel]
 
     def cast(self, master: DType, numel: int) -> torch.Tensor | None:
         """(numel,): where parts of this dtype are cast; None if they are not offloaded."""
-        slots = self._buffers.get(cast_ring(master))
+        slots = self.buffers.get(cast_ring(master))
         return None if slots is None else slots[0][:numel]
 
     def num_bytes(self, *, gradients: bool) -> int:
         """Bytes of the rings of gradients, or of all others."""
-        rings = self._buffers.items()
+        rings = self.buffers.items()
         found = [slots for name, slots in rings if name.endswith(".grad") is gradients]
         return sum(slot.nbytes for slots in found for slot in slots)

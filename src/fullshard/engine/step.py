@@ -642,7 +642,7 @@ class Actions:
             enable_gradients(was_enabled)
 
     def _run(self, events: Sequence[Event], step: int) -> None:
-        recorder, act = self.recorder, self._act_named if is_profiling() else self._act
+        recorder, act = self.recorder, self._act_named if is_profiling() else self.act
         for event in events:
             recorder.begin(event, step)
             act(event)
@@ -652,7 +652,7 @@ class Actions:
         """Seconds so far in events that may wait for other ranks."""
         return self.communication_s
 
-    def _act(self, event: Event) -> None:
+    def act(self, event: Event) -> None:
         kind, start = event.kind, perf_counter()
         self._of[kind](event)
         if kind in WAITS:
@@ -661,7 +661,7 @@ class Actions:
     def _act_named(self, event: Event) -> None:
         """Carry out an event under a name for the profiler."""
         with torch.profiler.record_function(self._name_of(event)):
-            self._act(event)
+            self.act(event)
 
     def _name_of(self, event: Event) -> str:
         return f"fullshard {event.kind}{self._titles[event.unit]}"

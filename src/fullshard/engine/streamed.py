@@ -31,21 +31,21 @@ class StreamedRuntime(Runtime):
 
     def __init__(self, streams: Streams, homes: Homes, *parts: Any, poison: bool) -> None:
         self._streams = streams
-        self._stream = streams.current()  # the step's stream
+        self.stream = streams.current()  # the step's stream
         kind = OffloadedActions if homes.offloads else TimedActions
         super().__init__(*parts, poison=poison, actions=partial(kind, streams))
 
     def _on_the_steps(self, work: Callable[..., Any], *args: Any) -> Any:
         """Call `work` on the step's stream."""
         here, streams = self._streams.current(), self._streams
-        if here == self._stream:
+        if here == self.stream:
             return work(*args)
-        streams.join(self._stream, here)
+        streams.join(self.stream, here)
         try:
-            with streams.on(self._stream):
+            with streams.on(self.stream):
                 return work(*args)
         finally:
-            streams.join(here, self._stream)
+            streams.join(here, self.stream)
 
     def enter(self, index: int, *, is_outermost: bool) -> None:
         enter = super().enter
@@ -55,11 +55,11 @@ class StreamedRuntime(Runtime):
             self._on_the_steps(lambda: enter(index, is_outermost=is_outermost))
 
     def _begin_step(self, index: int, *, stale: bool) -> None:
-        before, self._stream = self._stream, self._streams.current()
-        if before != self._stream:
-            self._streams.join(self._stream, before)
+        before, self.stream = self.stream, self._streams.current()
+        if before != self.stream:
+            self._streams.join(self.stream, before)
             for kept in (t for unit in self.units for g in unit.groups for t in g.deferred):
-                self._streams.keep(kept, self._stream)
+                self._streams.keep(kept, self.stream)
         super()._begin_step(index, stale=stale)
 
     def _run(self, events: Sequence[Event]) -> None:
@@ -71,8 +71,8 @@ class StreamedRuntime(Runtime):
 
     def on_gradient(self, member: Member) -> None:
         gradient = GRAD.__get__(member.compute)
-        if gradient is not None and self._streams.current() != self._stream:
-            self._streams.keep(gradient, self._stream)
+        if gradient is not None and self._streams.current() != self.stream:
+            self._streams.keep(gradient, self.stream)
         self._on_the_steps(super().on_gradient, member)
 
     def _end_backward(self) -> None:
@@ -93,7 +93,7 @@ class TimedActions(Actions):
         self._streams = streams
         self._times: deque[tuple[Any, Any]] = deque()  # the device may not have reached yet
 
-    def _act(self, event: Event) -> None:
+    def act(self, event: Event) -> None:
         streams = self._streams
         streams.begin_range(self._name_of(event))
         try:

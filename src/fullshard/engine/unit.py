@@ -102,7 +102,7 @@ class Member:
             self.compute.member = weakref.ref(self)
         if trainable:
             self.node = get_gradient_edge(self.compute).node
-            self.node.register_hook(_gradient_hook(self))  # also called without a gradient
+            self.node.register_hook(gradient_hook(self))  # also called without a gradient
             with no_guard():  # may have been frozen since it was sharded
                 nn.Parameter.requires_grad_(self.compute, self.param.requires_grad)
 
@@ -681,7 +681,7 @@ def _current(weak: weakref.ref[Member]) -> nn.Parameter:
     return member.compute
 
 
-def _gradient_hook(member: Member) -> Callable[..., None]:
+def gradient_hook(member: Member) -> Callable[..., None]:
     """Makes the hook that a compute parameter's node calls with its final gradient."""
     return partial(_on_gradient, weakref.ref(member))
 

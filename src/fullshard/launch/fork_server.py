@@ -31,7 +31,7 @@ from typing import Any
 from fullshard.config.environment import add_variables, current_variables
 
 WORD = "--forked"  # in the place of a rank's module
-_PR_SET_CHILD_SUBREAPER = 36
+PR_SET_CHILD_SUBREAPER = 36
 _JOB_BYTES = 1 << 16
 
 
@@ -92,7 +92,7 @@ class ForkServer:
         job = json.dumps([*words, dict(variables)]).encode()
         ours, theirs = socket.socketpair()
         prctl = ctypes.CDLL(None).prctl
-        prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         try:
             with ours:
                 with theirs:
@@ -105,7 +105,7 @@ class ForkServer:
         except OSError:
             return self.close()
         finally:
-            prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+            prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
     def close(self) -> None:
         """Ends the server; its ranks stay."""

@@ -239,7 +239,7 @@ def _last_lines(log: Path) -> list[str]:
     return []
 
 
-_SYSTEM = Path("/proc/vmstat")
+SYSTEM_KILLS = Path("/proc/vmstat")
 _COUNT = re.compile(r"^oom_kill (\d+)", re.MULTILINE)
 SAMPLE_S = 0.5
 LOW = 0.03  # share of memory: killers in user space, which no counter counts, act below it
@@ -254,7 +254,7 @@ class MemoryWatch:
     """Counts the kernel's out-of-memory kills, and records when memory is low."""
 
     def __init__(self) -> None:
-        self._counters = [_SYSTEM, *kill_counters()]
+        self._counters = [SYSTEM_KILLS, *kill_counters()]
         self._kills = self._count()
         self._sampled = self._low = float("-inf")
 

@@ -83,7 +83,7 @@ class TorchTrainee(Trainee):
         self.scaler.unscale_(self.optimizer)
         norm = fs.clip_grad_norm_(self.model, settings.max_grad_norm or math.inf)
         values, device = torch.stack([total, norm.to(total)]), streams.of(engine.device)
-        is_pending = device is not None and self._is_left_out_by_device(norm)
+        is_pending = device is not None and self.is_left_out_by_device(norm)
         read = self._queue(values, device) if is_pending else self._apply(values, step)
         self.optimizer.zero_grad(set_to_none=True)
         if device is not None and not is_pending:
@@ -101,7 +101,7 @@ class TorchTrainee(Trainee):
             self.average.update()
         return lambda: found
 
-    def _is_left_out_by_device(self, norm: torch.Tensor) -> bool:
+    def is_left_out_by_device(self, norm: torch.Tensor) -> bool:
         """Whether the device itself leaves out an update if the norm is not finite."""
         is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
         others = self.average is not None or self.scaler.is_enabled()

@@ -57,7 +57,7 @@ class Tracer:
     on_gpu: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        self._spec = spec_of(self.model)
+        self.spec = spec_of(self.model)
         if self.teacher is not None or self.chunk_size is not None:
             self.model = copy.deepcopy(self.model)
             Head(self.model)
@@ -81,7 +81,7 @@ class Tracer:
         Blocks that were not traced compute what the traced blocks of their kind compute.
         """
         names = tuple(unit.name for unit in plan.units)
-        return self._once(self._find_work, "step time: unknown", names, (plan, config, samples))
+        return self._once(self.find_work, "step time: unknown", names, (plan, config, samples))
 
     def _once(
         self, find: Callable[..., Any], what: str, units: Any, of: tuple[Plan, ShardConfig, float]
@@ -95,7 +95,7 @@ class Tracer:
             return self._found[key, samples]
         found = None
         if recompute.kind is not RecomputeKind.OFFLOAD and samples == int(samples):
-            plan = replace(plan, recompute=recomputed_modules(self._spec, recompute))
+            plan = replace(plan, recompute=recomputed_modules(self.spec, recompute))
             try:
                 found = find(plan, config, key, int(samples))
             except Exception as error:  # noqa: BLE001  a model's own code runs here
@@ -104,8 +104,8 @@ class Tracer:
         self._found[key, samples] = found
         return found
 
-    def _find_work(self, plan: Plan, config: ShardConfig, _: Any, samples: int) -> Work:
-        work, blocks = self._work(samples, MOST_TRACED), repeated_blocks(self._spec)
+    def find_work(self, plan: Plan, config: ShardConfig, _: Any, samples: int) -> Work:
+        work, blocks = self._work(samples, MOST_TRACED), repeated_blocks(self.spec)
         step, depth = self._depth(blocks, config)
         if depth is None:
             return trace_work(self.model, plan, config, work)
@@ -118,7 +118,7 @@ class Tracer:
         return found
 
     def _find_peaks(self, plan: Plan, config: ShardConfig, key: Any, samples: int) -> Peaks | None:
-        blocks = repeated_blocks(self._spec)
+        blocks = repeated_blocks(self.spec)
         step, depth = self._depth(blocks, config)
         if depth is None:
             return self._peaks(plan, config, (key, None), samples)
@@ -153,18 +153,18 @@ class Tracer:
     def _peaks(self, plan: Plan, config: ShardConfig, key: Any, samples: int) -> Peaks:
         """Peaks of a model with all blocks, or with the first ones."""
         if samples <= MOST_SAMPLES:
-            return peaks(self._trace(plan, config, key, samples))
+            return peaks(self.trace(plan, config, key, samples))
         at = (MOST_SAMPLES - 1, MOST_SAMPLES)
-        ends = [self._trace(plan, config, key, size) for size in at]
+        ends = [self.trace(plan, config, key, size) for size in at]
         found = peaks_between(ends[0], ends[1], at, samples)
-        return found or peaks(self._trace(plan, config, key, samples))
+        return found or peaks(self.trace(plan, config, key, samples))
 
-    def _trace(self, plan: Plan, config: ShardConfig, key: Any, samples: int) -> list[Moment]:
+    def trace(self, plan: Plan, config: ShardConfig, key: Any, samples: int) -> list[Moment]:
         known = (key, samples)
         if known not in self._traces:
             model, depth = self.model, key[1]
             if depth is not None:
-                model, plan = _shallow(model, plan, repeated_blocks(self._spec)[depth:])
+                model, plan = _shallow(model, plan, repeated_blocks(self.spec)[depth:])
             beside, work = self.teacher.beside if self.teacher else (), self._work(samples)
             ledger = trace_step(model, plan, config, work, beside, on_gpu=self.on_gpu)
             self._traces[known] = ledger.moments

@@ -57,7 +57,7 @@ class _Made:
     processes: list[Process] = field(default_factory=list)
 
 
-_MADE: WeakKeyDictionary[Any, _Made] = WeakKeyDictionary()  # by default process group
+MADE: WeakKeyDictionary[Any, _Made] = WeakKeyDictionary()  # by default process group
 
 
 def own_group(purpose: str, layout: Iterable[Sequence[int]]) -> Any:
@@ -253,7 +253,7 @@ def copy_from_first(tensors: Sequence[torch.Tensor], layout: Sequence[Sequence[i
 
 
 def _made() -> _Made:
-    return _MADE.setdefault(dist.group.WORLD, _Made())
+    return MADE.setdefault(dist.group.WORLD, _Made())
 
 
 # ---- the transport of a model --------------------------------------------------------------------

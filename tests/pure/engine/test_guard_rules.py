@@ -119,7 +119,7 @@ def test_every_listed_name_is_one_of_torchs():
 
     names = {rule_of(function)[1] for function in get_testing_overrides()}
     names |= set(dir(torch)) | set(dir(torch.Tensor)) | set(dir(nn.functional))
-    for text in (guard._UNARY, guard._BINARY, guard._COPIES, guard._PLAIN, guard._RANDOM):
+    for text in (guard.UNARY, guard.BINARY, guard.COPIES, guard.PLAIN, guard.RANDOM):
         listed = {word for word in text.split() if not word.startswith("__")}
         unknown = {w for w in listed if not {w, w + "_"} & names} - OLDER
         assert not unknown, unknown

@@ -1,7 +1,5 @@
 """A rank reads its elements of a parameter that another axis cuts: of a range, or of the whole."""
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any, cast
@@ -15,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from fullshard.engine.cuts import Cut
 from fullshard.engine.folder import FolderWeights
-from fullshard.engine.initial import _Param
+from fullshard.engine.initial import InitialParam
 from fullshard.errors import ConfigError
 from fullshard.planner.layout import Slice
 
@@ -43,7 +41,7 @@ def test_elements_are_those_of_the_local_tensor(tmp_path, kind, rank):
     cut = Cut(mesh, (placement,), (8, 6), (6, 1))
     for start, stop in ((0, local.numel()), (5, 17), (3, 3)):
         piece = Slice("w", tuple(local.shape), start, stop, 0)
-        param = _Param(piece, cut, cast("Any", None), 0, ("w",))
+        param = InitialParam(piece, cut, cast("Any", None), 0, ("w",))
         wanted = local.reshape(-1)[start:stop]
         param.read(FolderWeights(tmp_path), found := torch.full_like(wanted, torch.nan))
         assert torch.equal(found, wanted)

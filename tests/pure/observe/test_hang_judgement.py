@@ -144,5 +144,5 @@ def test_what_is_awaited_is_the_last_gather_of_the_unit():
 def test_a_hang_is_told_though_its_report_cannot_be_written():
     dog, told = watchdog.Watchdog(read_launch_environment(RANK_0), 1.0, Path("/dev/full")), []
     watchdog.on_hang(told.append)
-    dog._write(blamed(0, "rank 0 is stuck"), {0: "its stacks"}, {})
+    dog.write(blamed(0, "rank 0 is stuck"), {0: "its stacks"}, {})
     assert [(str(one), one.rank) for one in told] == [("rank 0 is stuck", 0)]

@@ -1,7 +1,5 @@
 """Forecasts with a tensor or expert axis: what moves, what is computed, what is kept."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -13,12 +13,15 @@ import tempfile
 import threading
 from functools import partialmethod
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from fullshard import saving
 from fullshard.checkpoint.files import write_text
 from fullshard.cli.app import run
+from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.errors import CheckpointError, ConfigError, WillNotFitError
 from fullshard.launch import run_lock
 from fullshard.observe.metrics import EvalRow, MetricsWriter, SaveRow, read_rows
@@ -31,6 +34,8 @@ from fullshard.run.folder import (
     begin,
     check_output_dir,
 )
+from fullshard.run.loop import Patience
+from fullshard.run.optim import StepPlan
 from fullshard.run.resume import RunCheckpoints
 
 
@@ -45,19 +50,22 @@ def make(place, **how):
 
 
 def test_a_save_that_failed_is_no_saved_step(tmp_path):
-    folder = make(tmp_path / "run")[0]
-    keeper = RunCheckpoints.__new__(RunCheckpoints)
-    vars(keeper).update(folder=folder, _is_first=True, _saving=5)
-
     def fails():
         raise CheckpointError("disk: it is full")
 
-    saving.SAVES.start(fails)
-    while saving.SAVES.under_way:
-        pass
-    with pytest.raises(CheckpointError, match="disk: it is full"):
-        keeper._record_saved()
-    assert LAST_SAVED not in folder.read_record()
+    def save(*_):
+        saving.SAVES.start(fails)
+        while saving.SAVES.under_way:
+            pass
+
+    trainee: Any = SimpleNamespace(texts={}, save=save)
+    steps = StepPlan(9, 0, 1, 0, 5, SampleOrder(60, BatchShape(4, 1, 1), seed=1))
+    with begin(tmp_path / "run", "train") as (folder, *_):
+        (folder.data / "tokenizer").mkdir(parents=True)
+        keeper = RunCheckpoints(folder, trainee, steps, None, [], Patience(None))
+        with pytest.raises(CheckpointError, match="disk: it is full"):
+            keeper.keep(5, stopping=False, last=False)
+        assert LAST_SAVED not in folder.read_record()
 
 
 def in_another_process(code, *args):

@@ -14,10 +14,11 @@ from support.processes import assert_all_end, newest_child
 
 RANK = """
 import time
+import psutil
 from fullshard.data.worker import Worker
 worker = Worker(time.sleep)
 worker.take(0, 3600)  # it is at work when the rank is killed
-print(worker._process.pid, flush=True)
+print(psutil.Process().children()[0].pid, flush=True)
 input()
 """
 

@@ -149,7 +149,7 @@ class Watchdog:
         except _STORE_GONE:
             if not preempted:  # else rank 0 may have got the same signal
                 gone = "run: expected rank 0 to be alive, but its store is gone."
-                self._write(blamed(0, gone), {}, {})
+                self.write(blamed(0, gone), {}, {})
                 _exit()
 
     def _frame_of(self, error: BaseException) -> FrameType | None:
@@ -196,7 +196,7 @@ class Watchdog:
         seen = {0: first, self._rank: self.sampler.sample()}
         verdict = judge(seen, self._timeout_s)
         if verdict is not None:
-            self._write(verdict, {self._rank: stacks()}, seen)
+            self.write(verdict, {self._rank: stacks()}, seen)
             _exit()
 
     def _look(self) -> None:
@@ -207,7 +207,7 @@ class Watchdog:
             alone = {self._rank: self.sampler.last}
             verdict = judge(alone, self._timeout_s)
             if verdict is not None:
-                self._write(verdict, {self._rank: stacks()}, alone)
+                self.write(verdict, {self._rank: stacks()}, alone)
                 _exit()
 
     def _connect(self) -> bool:
@@ -291,12 +291,12 @@ class Watchdog:
                     texts[rank] = self._channel.get(f"stacks/{rank}").decode()
         for rank in seen.keys() - texts.keys():
             texts[rank] = self._ask_by_signal(seen[rank])
-        self._write(verdict, texts, seen)
+        self.write(verdict, texts, seen)
         with suppress(*_STORE_GONE):
             self._channel.set("written", "")
         _exit()
 
-    def _write(self, verdict: HangError, texts: dict[int, str], seen: dict[int, Position]) -> None:
+    def write(self, verdict: HangError, texts: dict[int, str], seen: dict[int, Position]) -> None:
         """Writes the report, and tells the verdict."""
         lines = [str(verdict), "", *describe(seen)]
         for rank in sorted(texts):
