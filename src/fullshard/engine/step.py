@@ -33,7 +33,7 @@ raise an error.
 Forward code that runs inside a backward recomputes activations. It gathers on demand, keeps the
 gathered units, and neither prefetches nor watches outputs. The unit's hooks may be outside the
 recomputed code, so modules also see the compute parameters from pre-backward to the end of
-backward.
+backward. An evaluation in a backward of another model, or in a hook after this one's, is a step.
 
 [Note: a backward inside a backward]
 A hook may call `torch.autograd.grad`, as implicit layers do. Autograd finishes this inner backward
@@ -179,9 +179,10 @@ class Runtime:
 
     # ---- forward
 
-    def is_outermost(self, *, is_root: bool) -> bool:
-        """Whether a forward is the outermost one, of the model or of a part."""
-        return (is_root or not self.stack) and graph_task_id() == -1
+    def is_in_backward(self) -> bool:
+        """Whether forward code belongs to this model's backward. See [Note: recompute]."""
+        is_alive = self._task != -1 and self._end() is not None
+        return graph_task_id() != -1 and (is_alive or torch.is_grad_enabled())
 
     def enter(self, index: int, *, is_outermost: bool) -> None:
         """Pre-forward of a unit's module.
@@ -194,7 +195,7 @@ class Runtime:
         unit.check_params()
         if index in self._replaced:
             put_back(self._replaced.pop(index))
-        if graph_task_id() != -1:
+        if self.is_in_backward():
             self._recomputed = graph_task_id()
             self._run(self.scheduler.enter_recompute(index))
             unit.wait()
@@ -244,7 +245,7 @@ class Runtime:
             output = change_tensors(output, copied, title)
             self._replaced[index] = self.attributes[index].change(copied, title)
             tensors, in_attributes = tensors_in(output), tensors_in(self.attributes[index].values())
-        if graph_task_id() != -1:
+        if self.is_in_backward():
             self.scheduler.leave_recompute(index)
             return output
         use = self._current[index]
@@ -275,10 +276,9 @@ class Runtime:
         Not for replicas, which may evaluate alone.
         """
         norms, compared = self.gradients.norms, (Count.GATHERS, Count.WRITES, Count.SOURCES)
-        counts: dict[str, int] = {it: norms.counts[it] for it in compared}
         if (mesh := norms.transport.axes.mesh).replicate == 1 and mesh.shard > 1:
             with outside_modes():
-                norms.compare("an evaluation", counts)
+                norms.compare("an evaluation", {it: norms.counts[it] for it in compared})
 
     def _copied(self, unit: Unit) -> Callable[[torch.Tensor], torch.Tensor]:
         """Copies tensors that share memory with the unit's weights. See [Note: copied outputs]."""
@@ -355,8 +355,7 @@ class Runtime:
             self._shares_casts = awaits and (casts or self._shares_casts)
             if not awaits:  # no live graph can share casts with this forward's
                 torch.clear_autocast_cache()
-        if self._copies:
-            self._check_copies()
+        self._check_copies()
         self.before_step()
         self._see_writes()  # those through `to_local`, too, which a backward would see otherwise
         of = self.units[index].plan.name or "the model"
@@ -371,7 +370,7 @@ class Runtime:
     def follow_writes(self) -> None:
         """Gather open units again if a forward wrote into shards: it averages another encoder."""
         num_writes = self.gradients.home.num_writes
-        if num_writes != self.num_followed and graph_task_id() == -1:
+        if num_writes != self.num_followed and not self.is_in_backward():
             self.num_followed = num_writes
             self._see_writes()
             self._run(self.scheduler.see_writes())
@@ -511,10 +510,11 @@ class Runtime:
             self.gradients.show_pending(self.units)
         self._close_backward()
         self._task = self._recomputed = self._nested = -1
-        self._end = _nothing
         if reduce and synced:  # made by all ranks; ranks may differ in deferred ones
             self.observed.done = self.observed.done or bool(self.observed.backward)
             self.step += 1
+        self.gradients.call_hooks()  # which may evaluate the model
+        self._end = _nothing
 
     def _close_backward(self, *_: Any) -> None:
         """Show the user's parameters in the modules; also when autograd dropped the callback."""
