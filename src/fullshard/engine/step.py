@@ -30,10 +30,11 @@ Closures, partial functions and bound methods are changed alike. Iterators canno
 raise an error.
 
 [Note: recompute]
-Forward code that runs inside a backward recomputes activations. It gathers on demand, keeps the
-gathered units, and neither prefetches nor watches outputs. The unit's hooks may be outside the
-recomputed code, so modules also see the compute parameters from pre-backward to the end of
-backward. An evaluation in a backward of another model, or in a hook after this one's, is a step.
+Forward code that runs inside its model's backward recomputes activations. It gathers on demand,
+keeps the gathered units, and neither prefetches nor watches outputs. The unit's hooks may be
+outside the recomputed code, so modules also see the compute parameters from pre-backward to the end
+of backward. A checkpoint around several models recomputes those whose graphs wait for a backward.
+Any other forward in a backward begins a step: a teacher's, or one in a post-accumulate hook.
 
 [Note: a backward inside a backward]
 A hook may call `torch.autograd.grad`, as implicit layers do. Autograd finishes this inner backward
@@ -181,8 +182,9 @@ class Runtime:
 
     def is_in_backward(self) -> bool:
         """Whether forward code belongs to this model's backward. See [Note: recompute]."""
-        is_alive = self._task != -1 and self._end() is not None
-        return graph_task_id() != -1 and (is_alive or torch.is_grad_enabled())
+        if graph_task_id() == -1 or (self._task != -1 and self._end() is not None):
+            return graph_task_id() != -1
+        return torch.is_grad_enabled() and not self.stack and self.awaits_backward()
 
     def enter(self, index: int, *, is_outermost: bool) -> None:
         """Pre-forward of a unit's module.
@@ -271,10 +273,7 @@ class Runtime:
         return output
 
     def _compare_gathers(self) -> None:
-        """Check that ranks evaluate the same units and weights. A collective of sharded models.
-
-        Not for replicas, which may evaluate alone.
-        """
+        """Check that ranks other than replicas evaluate the same units and weights. A collective."""
         norms, compared = self.gradients.norms, (Count.GATHERS, Count.WRITES, Count.SOURCES)
         if (mesh := norms.transport.axes.mesh).replicate == 1 and mesh.shard > 1:
             with outside_modes():
@@ -320,7 +319,7 @@ class Runtime:
             Whether any of the tensors is part of an autograd graph.
         """
         use = self._current[index]
-        if use is None or graph_task_id() != -1:  # outside the unit, or in a recomputation
+        if use is None or self.is_in_backward():  # outside the unit, or in a recomputation
             return False
         nodes: list[Any] = []
         for tensor in tensors if not is_transforming() else unwrapped(tensors):
@@ -343,9 +342,10 @@ class Runtime:
     def _begin_step(self, index: int, *, stale: bool) -> None:
         if self._task != -1 or self.stack or any(unit.swapped for unit in self.units):
             self.close_interrupted()  # open since an exception; KeyboardInterrupt calls no hook
-        self._recomputed = -1
-        # No forward runs: from here on only graphs keep uses alive (`awaits_backward`).
-        self._current = [None] * len(self.units)
+        self._recomputed = graph_task_id()
+        if self._recomputed != -1:  # a backward inside it must reach no parameter
+            queue_callback(partial(setattr, self, "_recomputed", -1))
+        self._current = [None] * len(self.units)  # graphs alone keep uses alive from here on
         self._begin_hooks = [None] * len(self.units)
         for hook in self._node_hooks:
             hook.call(None)
