@@ -273,7 +273,7 @@ class Runtime:
         return output
 
     def _compare_gathers(self) -> None:
-        """Check that ranks other than replicas evaluate the same units and weights. A collective."""
+        """Check that ranks but replicas evaluate the same units and weights. A collective."""
         norms, compared = self.gradients.norms, (Count.GATHERS, Count.WRITES, Count.SOURCES)
         if (mesh := norms.transport.axes.mesh).replicate == 1 and mesh.shard > 1:
             with outside_modes():
