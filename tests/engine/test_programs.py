@@ -1,5 +1,6 @@
 """Programs that people write compute what one process computes, on every transport."""
 
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -654,3 +655,34 @@ def test_the_gradient_of_a_penalty_may_be_added_after_backward(setting):
         with torch.no_grad():
             p.grad.add_(p - old[name], alpha=0.2)
     assert unlike_gradients(model, one) == []
+
+
+def evaluated_in_backwards(student, teacher, ranks):
+    """A teacher that follows its student is evaluated in a hook, the student after backward."""
+    seen, optimizer = [], torch.optim.SGD(student.parameters(), lr=0.5)
+
+    def look(model):
+        time.sleep(0.02 * dist.get_rank())  # the other rank may write meanwhile
+        with torch.no_grad():
+            seen.append(model(batch(dist.get_rank(), 7)))
+
+    student.head.bias.register_post_accumulate_grad_hook(lambda _: look(student))
+    for step in range(3):
+        loss = torch.stack([square(student, batch(rank, step)) for rank in ranks]).mean()
+        loss.register_hook(lambda _: look(teacher))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for mean, param in zip(teacher.parameters(), student.parameters(), strict=True):
+                mean.lerp_(param, 0.5)
+    return torch.stack(seen)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@on_ranks(2)
+def test_an_evaluation_in_a_hook_of_a_backward_sees_what_was_written_before(setting):
+    settings: dict[str, Any] = {"wrap": Chain.wrap, "poison": True, **SETTINGS[setting]}
+    models = [fs.shard(made(Chain), **settings) for _ in range(2)]
+    ours = evaluated_in_backwards(*models, [dist.get_rank()])
+    torch.testing.assert_close(ours, evaluated_in_backwards(made(Chain), made(Chain), range(2)))

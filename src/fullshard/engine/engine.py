@@ -285,7 +285,8 @@ class Engine:
                     "parameters cannot be stored in shards. Train outside of the block."
                 )
             return None
-        is_outermost = self.runtime.is_outermost(is_root=_is_root(self, index, module))
+        is_root, runtime = _is_root(self, index, module), self.runtime
+        is_outermost = (is_root or not runtime.stack) and not runtime.is_in_backward()
         if is_outermost:
             if is_tracing():
                 raise EngineError(_TRACED)

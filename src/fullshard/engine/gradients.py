@@ -210,6 +210,7 @@ class Gradients:
         # Whether a shard has new memory since `_trained`, whose references it counted.
         self._has_new_memory = False
         self._theirs: list[tuple[Member, Any]] = []  # the user's tensors in `p.grad`
+        self._called: list[tuple[Any, Any]] = []  # parameters and their hooks, in `settle`
         self._landing: list[Iterator[None]] = []  # sums that are not yet in their shards
         self._on_host: list[GradientShard] = []  # shards that the host may not read yet
         # Queues a copy to the host at the first `next`; its buffers are free after the last one.
@@ -477,9 +478,15 @@ class Gradients:
         self.finish_reading(settled=True)
         self.norms.keep(squares, shown, self._trained.memory)
         if any(self._trained.hooks):
-            for member, hooks in zip(members, self._trained.hooks, strict=True):
-                for hook in tuple(hooks.values()) if id(member.grad) in shown else ():
-                    hook(member.param)
+            found = zip(members, self._trained.hooks, strict=True)
+            self._called = [(m.param, hooks) for m, hooks in found if id(m.grad) in shown]
+
+    def call_hooks(self) -> None:
+        """Call the user's hooks of the parameters whose gradients were set."""
+        called, self._called = self._called, []
+        for param, hooks in called:
+            for hook in tuple(hooks.values()):
+                hook(param)
 
     def _is_excused(self, wrong: str) -> bool:
         """Whether no rank dropped a gradient that one with elements of it kept. A collective."""

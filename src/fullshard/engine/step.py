@@ -30,10 +30,11 @@ Closures, partial functions and bound methods are changed alike. Iterators canno
 raise an error.
 
 [Note: recompute]
-Forward code that runs inside a backward recomputes activations. It gathers on demand, keeps the
-gathered units, and neither prefetches nor watches outputs. The unit's hooks may be outside the
-recomputed code, so modules also see the compute parameters from pre-backward to the end of
-backward.
+Forward code that runs inside its model's backward recomputes activations. It gathers on demand,
+keeps the gathered units, and neither prefetches nor watches outputs. The unit's hooks may be
+outside the recomputed code, so modules also see the compute parameters from pre-backward to the end
+of backward. A checkpoint around several models recomputes those whose graphs wait for a backward.
+Any other forward in a backward begins a step: a teacher's, or one in a post-accumulate hook.
 
 [Note: a backward inside a backward]
 A hook may call `torch.autograd.grad`, as implicit layers do. Autograd finishes this inner backward
@@ -179,9 +180,11 @@ class Runtime:
 
     # ---- forward
 
-    def is_outermost(self, *, is_root: bool) -> bool:
-        """Whether a forward is the outermost one, of the model or of a part."""
-        return (is_root or not self.stack) and graph_task_id() == -1
+    def is_in_backward(self) -> bool:
+        """Whether forward code belongs to this model's backward. See [Note: recompute]."""
+        if graph_task_id() == -1 or (self._task != -1 and self._end() is not None):
+            return graph_task_id() != -1
+        return torch.is_grad_enabled() and not self.stack and self.awaits_backward()
 
     def enter(self, index: int, *, is_outermost: bool) -> None:
         """Pre-forward of a unit's module.
@@ -194,7 +197,7 @@ class Runtime:
         unit.check_params()
         if index in self._replaced:
             put_back(self._replaced.pop(index))
-        if graph_task_id() != -1:
+        if self.is_in_backward():
             self._recomputed = graph_task_id()
             self._run(self.scheduler.enter_recompute(index))
             unit.wait()
@@ -244,7 +247,7 @@ class Runtime:
             output = change_tensors(output, copied, title)
             self._replaced[index] = self.attributes[index].change(copied, title)
             tensors, in_attributes = tensors_in(output), tensors_in(self.attributes[index].values())
-        if graph_task_id() != -1:
+        if self.is_in_backward():
             self.scheduler.leave_recompute(index)
             return output
         use = self._current[index]
@@ -270,15 +273,11 @@ class Runtime:
         return output
 
     def _compare_gathers(self) -> None:
-        """Check that ranks evaluate the same units and weights. A collective of sharded models.
-
-        Not for replicas, which may evaluate alone.
-        """
+        """Check that ranks but replicas evaluate the same units and weights. A collective."""
         norms, compared = self.gradients.norms, (Count.GATHERS, Count.WRITES, Count.SOURCES)
-        counts: dict[str, int] = {it: norms.counts[it] for it in compared}
         if (mesh := norms.transport.axes.mesh).replicate == 1 and mesh.shard > 1:
             with outside_modes():
-                norms.compare("an evaluation", counts)
+                norms.compare("an evaluation", {it: norms.counts[it] for it in compared})
 
     def _copied(self, unit: Unit) -> Callable[[torch.Tensor], torch.Tensor]:
         """Copies tensors that share memory with the unit's weights. See [Note: copied outputs]."""
@@ -320,7 +319,7 @@ class Runtime:
             Whether any of the tensors is part of an autograd graph.
         """
         use = self._current[index]
-        if use is None or graph_task_id() != -1:  # outside the unit, or in a recomputation
+        if use is None or self.is_in_backward():  # outside the unit, or in a recomputation
             return False
         nodes: list[Any] = []
         for tensor in tensors if not is_transforming() else unwrapped(tensors):
@@ -343,9 +342,10 @@ class Runtime:
     def _begin_step(self, index: int, *, stale: bool) -> None:
         if self._task != -1 or self.stack or any(unit.swapped for unit in self.units):
             self.close_interrupted()  # open since an exception; KeyboardInterrupt calls no hook
-        self._recomputed = -1
-        # No forward runs: from here on only graphs keep uses alive (`awaits_backward`).
-        self._current = [None] * len(self.units)
+        self._recomputed = graph_task_id()
+        if self._recomputed != -1:  # a backward inside it must reach no parameter
+            queue_callback(partial(setattr, self, "_recomputed", -1))
+        self._current = [None] * len(self.units)  # graphs alone keep uses alive from here on
         self._begin_hooks = [None] * len(self.units)
         for hook in self._node_hooks:
             hook.call(None)
@@ -355,8 +355,7 @@ class Runtime:
             self._shares_casts = awaits and (casts or self._shares_casts)
             if not awaits:  # no live graph can share casts with this forward's
                 torch.clear_autocast_cache()
-        if self._copies:
-            self._check_copies()
+        self._check_copies()
         self.before_step()
         self._see_writes()  # those through `to_local`, too, which a backward would see otherwise
         of = self.units[index].plan.name or "the model"
@@ -371,7 +370,7 @@ class Runtime:
     def follow_writes(self) -> None:
         """Gather open units again if a forward wrote into shards (a momentum encoder)."""
         num_writes = self.gradients.home.num_writes
-        if num_writes != self.num_followed and graph_task_id() == -1:
+        if num_writes != self.num_followed and not self.is_in_backward():
             self.num_followed = num_writes
             self._see_writes()
             self._run(self.scheduler.see_writes())
@@ -511,10 +510,11 @@ class Runtime:
             self.gradients.show_pending(self.units)
         self._close_backward()
         self._task = self._recomputed = self._nested = -1
-        self._end = _nothing
         if reduce and synced:  # made by all ranks; ranks may differ in deferred ones
             self.observed.done = self.observed.done or bool(self.observed.backward)
             self.step += 1
+        self.gradients.call_hooks()  # which may evaluate the model
+        self._end = _nothing
 
     def _close_backward(self, *_: Any) -> None:
         """Show the user's parameters in the modules; also when autograd dropped the callback."""
