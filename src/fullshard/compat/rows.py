@@ -44,6 +44,7 @@ def rows_of(engine: Engine, whole: torch.Tensor, mesh: Any = None) -> DTensor:
     return own_rows(whole, mesh, engine.plan.mesh, engine.rank)
 
 
+@torch.inference_mode(mode=False)  # rows count their versions
 def own_rows(whole: torch.Tensor, on: DeviceMesh, mesh: Mesh, rank: int) -> DTensor:
     """The same, on a device mesh of a mesh."""
     placements = placements_of(mesh, on.ndim, whole.dim())
@@ -177,8 +178,10 @@ class Source:
 
     def _now(self) -> Any:
         record = self.param.record
-        return record, record.last_write, record.home.num_writes, self.shard._version
+        num_writes = record.home.num_writes if self.shard is self.param else 0  # `p.data.mul_`, too
+        return record, record.last_write, num_writes, self.shard._version
 
+    @torch.inference_mode(mode=False)
     def rows(self) -> FollowingRows:
         """New rows that share the memory."""
         row: Any = DTensor.from_local(

@@ -116,7 +116,7 @@ def state_dict(
 
         def take(*_: Any) -> None:
             shards = {} if engine.unsharded else _shards_in(module)
-            with torch.inference_mode(mode=False), torch.no_grad():  # rows count their versions
+            with torch.inference_mode(mode=False), torch.no_grad():
                 values = convert(engine, shards, wanted)
             if wanted.follow:
                 values = {

@@ -660,8 +660,10 @@ def replace_engines(model: nn.Module, shard: Callable[[], Engine]) -> Engine:
         now, stays = param.record, record.is_cut_like(param.record)
         change = partial(recut, record=record, piece=now.piece, stays=stays)
         for key, state in own.items():
-            if isinstance(state, Guarded):
-                own[key] = param.as_state(change(state.to_local()).clone())
+            if isinstance(state, Guarded):  # stays the same object, which rows may follow
+                made = param.as_state(change(state.to_local()).clone())
+                with no_guard():
+                    state.data, state.record = made.data, made.record
         if dtype is not None:
             empty = torch.zeros(0, dtype=dtype, device=param.device)
             _show_gradient(param, shown.get(id(param)), change(empty if grad is None else grad))
