@@ -95,18 +95,16 @@ class FollowingRows(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        rows = [x for x in tree_leaves((args, kwargs)) if isinstance(x, FollowingRows)]
-        before = [row._version for row in rows]
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "").partition(".")[0]
-        if name.startswith(LIST_FUNCTIONS) and name.endswith("_"):  # they count no versions
-            written = tree_leaves(args[:1] if name.startswith("_foreach_") else (args, kwargs))
-            rows = [row for row in written if isinstance(row, FollowingRows)]
-            before = [-1 for _ in rows]
-        for row, version in zip(rows, before, strict=True):
-            if row._version != version:  # a write counts at these rows; others share the memory
-                increment_version(_LOCAL.__get__(row))
+        counts = not (name.startswith(LIST_FUNCTIONS) and name.endswith("_"))  # versions
+        operands = args[:1] if name.startswith("_foreach_") and not counts else (args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            rows = [x for x in tree_leaves(operands) if isinstance(x, FollowingRows)]
+            before = [row._version for row in rows]
+            result = func(*args, **(kwargs or {}))
+            for row, version in zip(rows, before, strict=True):
+                if not counts or row._version != version:  # at these rows, but all share the memory
+                    increment_version(_LOCAL.__get__(row))
         return result
 
     def detach(self) -> DTensor:
