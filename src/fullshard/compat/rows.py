@@ -163,7 +163,6 @@ class Source:
         self.mesh, self.rank = engine.plan.mesh, engine.rank
         self._memory = _LOCAL.__get__(like).untyped_storage()
         self._num_own = storage_use_count(self._memory._cdata)
-        self.keep(like)
         _SOURCES.add(self)
 
     def __deepcopy__(self, memo: Any) -> None:
@@ -182,19 +181,18 @@ class Source:
     @torch.inference_mode(mode=False)
     def rows(self) -> FollowingRows:
         """New rows that share the memory."""
-        row: Any = DTensor.from_local(
-            self.like._local_tensor, self.like.device_mesh, self.like.placements, run_check=False,
-            shape=self.like.shape, stride=self.like.stride()
-        )  # fmt: skip
+        row: Any = FollowingRows.plain(self.like)  # pyright: ignore[reportArgumentType]
         row.__class__, row.follows = FollowingRows, self
         return row
 
-    def keep(self, rows: DTensor) -> None:
+    def take(self, rows: DTensor) -> None:
         """Copies rows of the shard as it is now."""
-        local = self.like._local_tensor
-        if rows is not self.like:
-            local.copy_(rows._local_tensor)
-        self.seen, self.thread = (self._now(), local._version), threading.get_ident()
+        self.like._local_tensor.copy_(rows._local_tensor)
+        self.see(self.like._local_tensor._version)
+
+    def see(self, version: int) -> None:
+        """Takes the shard as equal to this version of the rows."""
+        self.seen, self.thread = (self._now(), version), threading.get_ident()
 
     def flags(self) -> tuple[bool, bool, bool]:
         """Whether the rows were written, whether the shard was, and whether a script has rows."""
@@ -216,18 +214,14 @@ class Source:
         """Whether rows were written on this rank and not loaded."""
         return self.like._local_tensor._version != self.seen[1]
 
-    def see(self) -> None:
-        """Takes the shard as equal to the rows, apart from writes into these."""
-        self.seen, self.thread = (self._now(), self.seen[1]), threading.get_ident()
-
     def load(self) -> None:
         """Writes rows of all ranks into the shard. A collective."""
         version = self.like._local_tensor._version  # another thread may go on writing
-        whole = self.like.full_tensor()
-        self.shard.copy_(loaded_state(self.param, whole))
-        self.seen = self._now(), version
+        self.shard.copy_(loaded_state(self.param, self.like.full_tensor()))
+        self.see(version)
 
     def misuse(self, expected: str) -> MisuseError:
+        """The error of a use that cannot be right."""
         return MisuseError(f"{clean_name(self.param.record.piece.name)}: expected {expected}")
 
     def update(self) -> None:
@@ -247,6 +241,10 @@ class Source:
 
 _SOURCES: WeakSet[Source] = WeakSet()
 _BUSY: list[int] = []  # while rows are loaded
+_LOADED = (
+    "load_state_dict() of a state dict that was written, since its tensors are copies here; it was "
+    "not called before {}. Call load_state_dict(state_dict) after reading a checkpoint into it."
+)
 
 
 def _sync(norms: Any, *, reads: bool = False) -> None:
@@ -259,11 +257,7 @@ def _sync(norms: Any, *, reads: bool = False) -> None:
     both = list(zip(sources, sums, strict=True))
     for one, (is_written, is_changed, _) in both:
         if is_written and is_changed:
-            raise one.misuse(
-                "load_state_dict() of a state dict that was written, since its tensors are copies "
-                "here; it was not called before the weights changed. Call "
-                "load_state_dict(state_dict) after reading a checkpoint into it."
-            )
+            raise one.misuse(_LOADED.format("the weights changed"))
     with _busy(), torch.no_grad():
         for one, (is_written, _, _) in both:
             if is_written:
@@ -273,9 +267,9 @@ def _sync(norms: Any, *, reads: bool = False) -> None:
                 del norms.rows[id(one.shard)]
             elif is_changed and reads and one.is_sharded:
                 whole = one.shard.full_tensor()
-                one.keep(own_rows(whole, one.like.device_mesh, one.mesh, one.rank))
+                one.take(own_rows(whole, one.like.device_mesh, one.mesh, one.rank))
             elif not is_changed:
-                one.see()
+                one.see(one.seen[1])
 
 
 @contextmanager
@@ -317,11 +311,7 @@ def before_read(values: Any, name: str | None) -> None:
         one = shard.record.norms.rows.get(id(shard))
         if one is not None and one.is_written():
             if topology().world_size > 1:
-                raise one.misuse(
-                    "load_state_dict() of a state dict that was written, since its tensors are "
-                    f"copies here; it was not called before {name} of this rank's part. Call "
-                    "load_state_dict(state_dict) after reading a checkpoint into it."
-                )
+                raise one.misuse(_LOADED.format(f"{name} of this rank's part"))
             name = None
     if name is None:
         settle(shards)
@@ -333,7 +323,7 @@ def follow(engine: Engine, shard: Any, param: Any, value: DTensor) -> DTensor:
     one = known.get(id(shard))
     if one is None or (one.like.dtype, one.like.placements) != (value.dtype, value.placements):
         one = known[id(shard)] = Source(shard, param, engine, value)
-    one.keep(value)
+    one.take(value)
     return one.rows()
 
 
