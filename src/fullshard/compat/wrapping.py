@@ -659,7 +659,7 @@ def replace_engines(model: nn.Module, shard: Callable[[], Engine]) -> Engine:
     for (param, record, grad, own), dtype in zip(parts, dtypes, strict=True):
         now, stays = param.record, record.is_cut_like(param.record)
         change = partial(recut, record=record, piece=now.piece, stays=stays)
-        for key, state in own.items():
+        for state in own.values():
             if isinstance(state, Guarded):  # stays the same object, which rows may follow
                 made = param.as_state(change(state.to_local()).clone())
                 with no_guard():
