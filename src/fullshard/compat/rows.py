@@ -329,8 +329,8 @@ def follow(engine: Engine, shard: Any, param: Any, value: DTensor) -> DTensor:
 
 def shard_of(value: Any) -> Any:
     """The shard that rows follow; another value itself."""
-    is_rows = isinstance(value, FollowingRows) and value.follows is not None
-    return value.follows.shard if is_rows else value
+    source = value.follows if isinstance(value, FollowingRows) else None
+    return value if source is None else source.shard
 
 
 def unfollowed(state: Mapping[Any, Any], params: Iterable[Any]) -> dict[Any, Any]:

@@ -663,7 +663,7 @@ def replace_engines(model: nn.Module, shard: Callable[[], Engine]) -> Engine:
             if isinstance(state, Guarded):  # stays the same object, which rows may follow
                 made = param.as_state(change(state.to_local()).clone())
                 with no_guard():
-                    state.data, state.record = made.data, made.record
+                    state.data, state.record = made.data, made.record  # type: ignore[attr-defined]
         if dtype is not None:
             empty = torch.zeros(0, dtype=dtype, device=param.device)
             _show_gradient(param, shown.get(id(param)), change(empty if grad is None else grad))
