@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -285,6 +286,29 @@ def written_on_one_rank(shard, _):
     yield model
 
 
+def views_that_are_kept(shard, folder):
+    """Views of a dropped state dict are written by one rank after a forward; rows are read late."""
+    model, optimizer = start(shard)
+    views = [value.to_local() for value in model.state_dict().values()]
+    rows = model.state_dict()["net2.bias"]
+    with torch.no_grad():
+        model(torch.ones(1, 16))
+        if dist.get_rank() == 1:
+            torch._foreach_mul_(views, 0.5)
+    yield model
+    del views
+    step(model, optimizer)
+    state = model.net2.state_dict()
+    with torch.no_grad():
+        model(torch.ones(1, 16))
+    state["weight"].mul_(0.5)
+    del state  # written after the forward
+    yield model
+    step(model, optimizer)
+    load({"model": {"net2.bias": rows}}, folder)
+    yield model
+
+
 def whole_of(value):
     return value.full_tensor() if isinstance(value, DTensor) else value
 
@@ -320,6 +344,7 @@ def test_a_state_dict_that_is_written_is_the_weights_as_torchs_is(tmp_path):
         changed_in_place,
         written_on_one_rank,
         read_beside_another,
+        views_that_are_kept,
     ):
         ours, torchs = case(fully_shard, tmp_path), case(torchs_fully_shard, tmp_path)
         for one, other in zip(ours, torchs, strict=True):
@@ -363,6 +388,9 @@ def states_of(model, optimizer, kept):
         entry["exp_avg"].mul_(0.5)
     step(model, optimizer)
     yield from optimizer.state_dict()["state"][0].values()
+    model.net1.bias.requires_grad_(True)  # ours is sharded again
+    step(model, optimizer)
+    yield from (value for entry in kept.values() for value in entry.values())
 
 
 @pytest.mark.parametrize("kernel", ["foreach", "fused"])
@@ -372,6 +400,7 @@ def test_a_kept_state_dict_of_an_optimizer_is_its_states_as_torchs_is(kernel, by
     found = []
     for shard in (fully_shard, torchs_fully_shard):
         model, _ = start(shard)
+        model.net1.bias.requires_grad_(False)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1, **{kernel: True})
         step(model, optimizer)
         states = (
@@ -397,6 +426,26 @@ def test_another_model_does_not_follow_the_rows_that_it_was_given():
     for name, param in model.named_parameters():
         assert torch.equal(state[name].full_tensor(), param.full_tensor()), name
         assert not state[name].requires_grad
+
+
+@on_ranks(2)
+def test_a_thread_reads_rows_only_while_they_are_up_to_date():
+    _, _, state = kept_run()
+    read = state["net1.weight"].to_local
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(MisuseError, match="in a thread other than the one that trains"):
+            pool.submit(read).result()
+        assert torch.equal(read(), pool.submit(read).result())
+
+
+@on_ranks(2)
+def test_rows_that_one_rank_reads_alone_after_a_step_are_refused_on_all():
+    model, _, state = kept_run()
+    asks = (
+        state["net1.weight"].to_local if dist.get_rank() == 0 else lambda: model(torch.ones(1, 16))
+    )
+    with pytest.raises(EngineError, match="expected the same call on every rank"):
+        asks()
 
 
 class Fused(nn.Module):

@@ -4,15 +4,19 @@ torch's share the memory of weights and of optimizer states, and scripts rely on
 state dict that was taken long ago, or read a checkpoint into one and drop it. Ours are copies that
 follow: reading them gathers new values, and what was written is loaded before the next use of a
 shard by all ranks.
+
+A rank may write alone, or drop its rows earlier. All ranks therefore have the same list of sources
+per model (`GradientNorms.rows`), and compare it with one small sum before each use: which rows were
+written, which weights changed, and which memory is still used by a script. A source that no rank
+uses is dropped. Without sources nothing is compared.
 """
 
 from __future__ import annotations
 
-import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator, Mapping
+import threading
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
-from itertools import chain, count
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -22,15 +26,15 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fullshard.compat.errors import MisuseError
-from fullshard.compat.wrapping import engine_for, everyones, record_of, topology
+from fullshard.compat.wrapping import topology
+from fullshard.engine._torch_compat import storage_use_count
 from fullshard.engine.engine import Engine
-from fullshard.engine.full_state import whole_params
-from fullshard.engine.norms import from_host
+from fullshard.engine.norms import by_model, from_host
 from fullshard.engine.optimizers import loaded_state
 from fullshard.engine.parameter import ShardedGradient, ShardedParameter, params_of, shards_in
+from fullshard.planner.layout import clean_name
 from fullshard.planner.mesh import Mesh
 
 
@@ -40,6 +44,7 @@ def rows_of(engine: Engine, whole: torch.Tensor, mesh: Any = None) -> DTensor:
     return own_rows(whole, mesh, engine.plan.mesh, engine.rank)
 
 
+@torch.inference_mode(mode=False)  # rows count their versions
 def own_rows(whole: torch.Tensor, on: DeviceMesh, mesh: Mesh, rank: int) -> DTensor:
     """The same, on a device mesh of a mesh."""
     placements = placements_of(mesh, on.ndim, whole.dim())
@@ -75,27 +80,30 @@ def device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
 
 
 class FollowingRows(DTensor):
-    """Rows that follow a weight or a state; all state dicts that are kept contain the same.
+    """Rows that follow a weight or a state; all state dicts share the memory of its rows.
 
-    The first read after a change gathers all rows of the model or optimizer: a collective.
+    The first read after a change gathers all rows of the model: a collective.
     """
+
+    follows: Source | None = None  # None: a copy of torch's stager
 
     @property
     def _local_tensor(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if self in _SOURCES:
-            _SOURCES[self].update()
-            _TAKEN.lent.add(_SOURCES[self].norms)
+        if self.follows is not None:
+            self.follows.update()
         return _LOCAL.__get__(self)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "").partition(".")[0]
-        if name.startswith(LIST_FUNCTIONS) and name.endswith("_"):  # they count no versions
-            is_foreach = name.startswith("_foreach_")
-            for row in tree_leaves((args[:1] if is_foreach else args, kwargs)):
-                if isinstance(row, FollowingRows):
+        counts = not (name.startswith(LIST_FUNCTIONS) and name.endswith("_"))  # versions
+        operands = args[:1] if name.startswith("_foreach_") and not counts else (args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            rows = [x for x in tree_leaves(operands) if isinstance(x, FollowingRows)]
+            before = [row._version for row in rows]
+            result = func(*args, **(kwargs or {}))
+            for row, version in zip(rows, before, strict=True):
+                if not counts or row._version != version:  # at these rows, but all share the memory
                     increment_version(_LOCAL.__get__(row))
         return result
 
@@ -136,269 +144,193 @@ class FollowingRows(DTensor):
 
 
 _LOCAL: Any = DTensor._local_tensor  # its slot
-_SOURCES: Any = WeakIdKeyDictionary()  # by rows; torch's stager copies their attributes
-_ROWS = "_fullshard_rows"  # of a shard that had rows once: a number, equal on all ranks; its rows
-_NUMBERS = count()
 LIST_FUNCTIONS = ("_foreach_", "_fused_", "_amp_")
 
 
-class _Owner(ABC):
-    """What has the shards: a marked module, or an optimizer."""
-
-    def __init__(self, of: Any) -> None:
-        self.ref: Any = weakref.ref(of)
-
-    @abstractmethod
-    def params(self) -> list[Any]:
-        """The weights, or those of which it has states."""
-
-    def num_writes(self) -> Any:
-        """What changes with each write of a weight; None: only the shards tell."""
-        return None
-
-    @abstractmethod
-    def gather(self) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Yields each shard that had rows once, and its full tensor. A collective."""
-
-
-class Weights(_Owner):
-    """A marked module as the owner of its weights."""
-
-    def params(self) -> list[Any]:
-        """All of the module."""
-        return list(self.ref().parameters())
-
-    def num_writes(self) -> Any:
-        """Those that the engine has seen: `p.data.mul_` counts here, too."""
-        module = self.ref()
-        engine = None if module is None else record_of(module).engine_ref()
-        return None if engine is None else (id(engine.home), engine.home.num_writes)
-
-    def gather(self) -> Iterator[tuple[Any, torch.Tensor]]:
-        """One unit after another."""
-        engine = engine_for(self.ref())
-        params = (member.param for group in engine.groups for member in group.members)
-        had = {param.record.piece.name: param for param in params if hasattr(param, _ROWS)}
-        return ((had[name], whole) for name, whole in whole_params(engine, had))
-
-
-class States(_Owner):
-    """An optimizer as the owner of its states."""
-
-    def params(self) -> list[Any]:
-        """All of its groups."""
-        return [param for group in self.ref().param_groups for param in group["params"]]
-
-    def gather(self) -> Iterator[tuple[Any, torch.Tensor]]:
-        """One state after another."""
-        values = (value for entry in self.ref().state.values() for value in entry.values())
-        shards = [value for value in values if hasattr(value, _ROWS)]
-        return ((shard, shard.full_tensor()) for shard in shards)
-
-
-class _Source:
+class Source:
     """What rows follow.
 
     Attributes:
-        row: Returns the rows; they own this object.
         shard: A weight, or a state of an optimizer.
         param: The weight of which it is a state, or itself.
-        owner: The module or optimizer that was last asked for the rows.
-        mesh: The mesh of the engine.
-        rank: Number of this rank in the mesh.
-        seen: What changes with the shard, and the rows' version, when both were last equal.
+        like: The rows in torch's class. All rows of the shard share their memory.
+        seen: What changes with the shard, and the memory's version, when both were last equal.
+        thread: The thread that last used the model.
     """
 
-    def __init__(self, row: Any, shard: Any, param: Any, engine: Engine) -> None:
-        self.row: Any = weakref.ref(row)
-        self.shard, self.param = shard, param
+    def __init__(self, shard: Any, param: Any, engine: Engine, like: DTensor) -> None:
+        self.shard, self.param, self.like = shard, param, like
         self.mesh, self.rank = engine.plan.mesh, engine.rank
-        self.owner: Any = None
-        self.seen: Any = None
+        self._memory = _LOCAL.__get__(like).untyped_storage()
+        self._num_own = storage_use_count(self._memory._cdata)
+        _SOURCES.add(self)
 
-    @property
-    def number(self) -> int:
-        """The number of its shard."""
-        return getattr(self.shard, _ROWS)[0]
+    def __deepcopy__(self, memo: Any) -> None:
+        """Nothing, for torch's stager, which copies the attributes of rows."""
 
     @property
     def norms(self) -> Any:
         """Those of its model: what its ranks compare goes through them."""
         return self.param.record.norms
 
-    def _now(self) -> tuple[Any, Any, int]:
-        row, record = self.row(), self.param.record  # writes count at rows, or at their local part
-        own = record, record.last_write, self.shard._version  # fused kernels count only the second
-        return self.owner.num_writes(), own, row._version + _LOCAL.__get__(row)._version
+    def _now(self) -> Any:
+        record = self.param.record
+        num_writes = record.home.num_writes if self.shard is self.param else 0  # `p.data.mul_`, too
+        return record, record.last_write, num_writes, self.shard._version
+
+    @torch.inference_mode(mode=False)
+    def rows(self) -> FollowingRows:
+        """New rows that share the memory."""
+        row: Any = FollowingRows.plain(self.like)  # pyright: ignore[reportArgumentType]
+        row.__class__, row.follows = FollowingRows, self
+        return row
 
     def take(self, rows: DTensor) -> None:
         """Copies rows of the shard as it is now."""
-        _LOCAL.__get__(self.row()).copy_(_LOCAL.__get__(rows))
-        self.seen = self._now()
+        self.like._local_tensor.copy_(rows._local_tensor)
+        self.see(self.like._local_tensor._version)
 
-    def _read(self, whole: torch.Tensor) -> None:
-        self.take(own_rows(whole, self.row().device_mesh, self.mesh, self.rank))
+    def see(self, version: int) -> None:
+        """Takes the shard as equal to this version of the rows."""
+        self.seen, self.thread = (self._now(), version), threading.get_ident()
 
-    def _is_changed(self) -> bool:
-        """Whether the shard was written; of a deleted model, only the shard itself tells."""
-        seen, now = self.seen, self._now()
-        return (now[0] is not None and now[0] != seen[0]) or now[1] != seen[1]
+    def flags(self) -> tuple[bool, bool, bool]:
+        """Whether the rows were written, whether the shard was, and whether a script has rows."""
+        is_used = storage_use_count(self._memory._cdata) > self._num_own
+        if not self.is_sharded:  # loaded afterwards
+            return False, self.is_changed(), True
+        return self.is_written(), self.is_changed(), is_used
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the weight is not inside `unshard`."""
+        return isinstance(self.param, ShardedParameter)
+
+    def is_changed(self) -> bool:
+        """Whether the shard may have other values than the rows."""
+        return self._now() != self.seen[0]
 
     def is_written(self) -> bool:
-        """Whether rows were written and not loaded.
+        """Whether rows were written on this rank and not loaded."""
+        return self.like._local_tensor._version != self.seen[1]
 
-        Raises:
-            MisuseError: The shard was written too.
-        """
-        row = self.row()
-        if row is None or self.owner.ref() is None or self._now()[2] == self.seen[2]:
-            return False
-        if not isinstance(self.param, ShardedParameter):  # inside `unshard`: loaded afterwards
-            return False
-        if self._is_changed():
-            raise self.misuse("before the weights changed")
-        return True
+    def load(self) -> None:
+        """Writes rows of all ranks into the shard. A collective."""
+        version = self.like._local_tensor._version  # another thread may go on writing
+        self.shard.copy_(loaded_state(self.param, self.like.full_tensor()))
+        self.see(version)
 
-    def misuse(self, when: str) -> MisuseError:
-        return MisuseError(
-            f"{self.param.record.piece.name}: expected load_state_dict() of a state dict that was "
-            f"written, since its tensors are copies here; it was not called {when}. "
-            "Call load_state_dict(state_dict) after reading a checkpoint into it."
-        )
+    def misuse(self, expected: str) -> MisuseError:
+        """The error of a use that cannot be right."""
+        return MisuseError(f"{clean_name(self.param.record.piece.name)}: expected {expected}")
 
     def update(self) -> None:
-        """Reads all rows of the owner again if the shard of these has changed."""
-        if not self._is_changed() or self.is_written():
-            return
-        owner = self.owner if self.owner.ref() is not None else None
-        with settled(owner.params() if owner is not None else ()):
-            for shard, whole in owner.gather() if owner is not None else ():
-                row = _row_of(shard)
-                if row is not None:
-                    _SOURCES[row]._read(whole)
-            if self._is_changed():  # no longer one of the owner's
-                self._read(self.shard.full_tensor())
-
-    def set_loaded(self) -> None:
-        """Takes rows that were written as loaded."""
-        self.seen = (*self.seen[:2], self._now()[2])
+        """Gathers the rows of the model if its shards have changed."""
+        if self.norms.rows.get(id(self.shard)) is not self or not self.is_changed():
+            return  # or it is a tensor before `model.half()`
+        if not self.is_sharded:
+            raise self.misuse("reshard() before rows of a changed state dict are read")
+        if self.thread != threading.get_ident():
+            raise self.misuse(
+                "rows of a state dict that are up to date, in a thread other than the one that "
+                "trains; the weights changed since, and a gather would meet those of the other "
+                "thread. Call state_dict() or read the rows there, and give this thread copies."
+            )
+        _sync(self.norms, reads=True)
 
 
-def _row_of(shard: Any) -> Any:
-    """The rows of a shard; None if it has none."""
-    found = getattr(shard, _ROWS, None)
-    return None if found is None else found[1]()
+_SOURCES: WeakSet[Source] = WeakSet()
+_BUSY: list[int] = []  # while rows are loaded
+_LOADED = (
+    "load_state_dict() of a state dict that was written, since its tensors are copies here; it was "
+    "not called before {}. Call load_state_dict(state_dict) after reading a checkpoint into it."
+)
 
 
-class _Taken:
-    """Rows since the last forward of their model. Norms stand for a model, as its ranks compare.
+def _sync(norms: Any, *, reads: bool = False) -> None:
+    """Loads rows that any rank wrote; gathers rows of changed shards for reads. A collective."""
+    sources = [*norms.rows.values()]
+    own = from_host([float(flag) for one in sources for flag in one.flags()], norms.device)
+    what = "a read of a state dict that was kept" if reads else "state dicts that were written"
+    sums = norms.all_reduce(own, what).view(-1, 3).tolist()
+    norms.finish_checks()
+    both = list(zip(sources, sums, strict=True))
+    for one, (is_written, is_changed, _) in both:
+        if is_written and is_changed:
+            raise one.misuse(_LOADED.format("the weights changed"))
+    with _busy(), torch.no_grad():
+        for one, (is_written, _, _) in both:
+            if is_written:
+                one.load()
+        for one, (_, is_changed, num_used) in both:
+            if not num_used:
+                del norms.rows[id(one.shard)]
+            elif is_changed and reads and one.is_sharded:
+                whole = one.shard.full_tensor()
+                one.take(own_rows(whole, one.like.device_mesh, one.mesh, one.rank))
+            elif not is_changed:
+                one.see(one.seen[1])
 
-    Attributes:
-        rows: Those of new state dicts by owner and number; they may be dropped after a write.
-        new: Models that have some, on all ranks alike: one rank alone may have written them.
-        lent: Models of which the memory of rows was read or written.
-        is_settled: Whether written rows were loaded and none is written now.
-    """
 
-    def __init__(self) -> None:
-        self.rows: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
-        self.new: WeakSet[Any] = WeakSet()
-        self.lent: WeakSet[Any] = WeakSet()
-        self.is_settled = False
-
-
-_TAKEN = _Taken()
+@contextmanager
+def _busy() -> Generator[None]:
+    _BUSY.append(1)
+    try:
+        yield
+    finally:
+        _BUSY.pop()
 
 
 def settle(values: Iterable[Any]) -> None:
     """Loads rows that were written, of the models of these shards.
 
-    A collective if there are new or written rows of these models; its ranks compare that all ask.
+    A collective if scripts have rows of these models; its ranks compare that all ask.
     """
-    if (_SOURCES or _TAKEN.new) and not _TAKEN.is_settled:
-        for norms in {shard.record.norms: None for shard in shards_in(values)}:
-            _settle(norms)
-
-
-def _settle(norms: Any) -> None:
-    alive = {one.number: (row, one) for row, one in list(_SOURCES.items()) if one.norms is norms}
-    numbers = sorted(number for number, (_, one) in alive.items() if one.is_written())
-    if not (numbers or norms in _TAKEN.new):
-        return
-    own = from_host([float(len(numbers))], norms.device)
-    if not norms.all_reduce(own, "state dicts that were written").item():
-        return
-    # `dcp.load` writes no rows of a rank that has none of a weight
-    numbers = sorted({number for all_of in everyones(numbers) for number in all_of})
-    written = [alive[number] for number in numbers]
-    values = [row.plain() for row, _ in written]
-    for _, one in written:
-        one.set_loaded()
-    with torch.no_grad():
-        for (_, one), value in zip(written, values, strict=True):
-            one.shard.copy_(loaded_state(one.param, value.full_tensor()))
-
-
-@contextmanager
-def settled(values: Iterable[Any]) -> Generator[None]:
-    """Loads rows that were written, once for all reads inside. A collective."""
-    settle(values)
-    before, _TAKEN.is_settled = _TAKEN.is_settled, True
-    try:
-        yield
-    finally:
-        _TAKEN.is_settled = before
+    if _SOURCES and not _BUSY:
+        for norms in by_model(shards_in(values)):
+            if norms.rows:
+                _sync(norms)
 
 
 def before_change(engine: Engine) -> None:
-    """The same, before a forward or a new engine; rows that the script dropped may go."""
+    """The same, before a forward or a new engine."""
     settle(member.param for member in engine.members)
-    for held in _TAKEN.rows.values():
-        for number in [n for n, row in held.items() if _SOURCES[row].norms is engine.norms]:
-            del held[number]
-    _TAKEN.new.discard(engine.norms)
-    _TAKEN.lent.discard(engine.norms)
 
 
 def before_step(optimizer: Any) -> None:
     """The same, before a step of an optimizer."""
-    settle(States(optimizer).params())
+    settle(param for group in optimizer.param_groups for param in group["params"])
 
 
 def before_read(values: Any, name: str | None) -> None:
     """The same, before shards are read; a function that a rank may call alone is refused."""
-    if name is None or (_TAKEN.lent and topology().world_size == 1):
-        settle(x for x in shards_in(values) if not isinstance(x, ShardedGradient))
-    elif _TAKEN.lent and not _TAKEN.is_settled:
-        shards = shards_in(values)
-        for row in map(_row_of, [*shards, *chain.from_iterable(map(params_of, shards))]):
-            if row is not None and _SOURCES[row].is_written():
-                raise _SOURCES[row].misuse(f"before {name} of this rank's part")
+    if not _SOURCES or _BUSY:
+        return
+    shards = [x for x in shards_in(values) if not isinstance(x, ShardedGradient)]
+    for shard in chain(shards, *map(params_of, shards)) if name is not None else ():
+        one = shard.record.norms.rows.get(id(shard))
+        if one is not None and one.is_written():
+            if topology().world_size > 1:
+                raise one.misuse(_LOADED.format(f"{name} of this rank's part"))
+            name = None
+    if name is None:
+        settle(shards)
 
 
-def follow(owner: _Owner, engine: Engine, shard: Any, param: Any, value: DTensor) -> DTensor:
-    """Rows that follow a shard: those that the script has, as torch's share memory, or these."""
-    row = _row_of(shard)
-    if row is None or row.dtype != value.dtype or row.placements != value.placements:
-        if row is not None:
-            del _SOURCES[row]  # as a tensor before `model.half()`
-        row: Any = value
-        row.__class__ = FollowingRows
-        _SOURCES[row] = _Source(row, shard, param, engine)
-        number, *_ = getattr(shard, _ROWS, None) or (next(_NUMBERS),)  # equal on all ranks
-        setattr(shard, _ROWS, (number, weakref.ref(row)))
-    one = _SOURCES[row]
-    one.owner = owner
+def follow(engine: Engine, shard: Any, param: Any, value: DTensor) -> DTensor:
+    """Rows that follow a shard and share the memory of those that the script has."""
+    known = engine.norms.rows
+    one = known.get(id(shard))
+    if one is None or (one.like.dtype, one.like.placements) != (value.dtype, value.placements):
+        one = known[id(shard)] = Source(shard, param, engine, value)
     one.take(value)
-    _TAKEN.rows.setdefault(owner.ref(), {})[one.number] = row
-    _TAKEN.new.add(one.norms)
-    return row
+    return one.rows()
 
 
 def shard_of(value: Any) -> Any:
     """The shard that rows follow; another value itself."""
-    one = _SOURCES.get(value) if isinstance(value, FollowingRows) else None
-    return value if one is None else one.shard
+    source = value.follows if isinstance(value, FollowingRows) else None
+    return value if source is None else source.shard
 
 
 def unfollowed(state: Mapping[Any, Any], params: Iterable[Any]) -> dict[Any, Any]:

@@ -116,12 +116,11 @@ def state_dict(
 
         def take(*_: Any) -> None:
             shards = {} if engine.unsharded else _shards_in(module)
-            with torch.inference_mode(mode=False), torch.no_grad():  # rows count their versions
+            with torch.inference_mode(mode=False), torch.no_grad():
                 values = convert(engine, shards, wanted)
             if wanted.follow:
-                owner = rows.Weights(module)
                 values = {
-                    key: rows.follow(owner, engine, shards[key], shards[key], value)
+                    key: rows.follow(engine, shards[key], shards[key], value)
                     if isinstance(value, DTensor)
                     else value
                     for key, value in values.items()
@@ -540,7 +539,6 @@ def _give_rows(optimizer: Optimizer, state: States) -> States:
         return state
     result: dict[Any, Any] = dict(state["state"])
     engines: dict[_Shown, Engine | None] = {}
-    owner = rows.States(optimizer)
     for number, param in _numbered(optimizer):
         shown: _Shown | None = getattr(param, _SHOWN, None)
         if shown is None or number not in result:
@@ -556,7 +554,7 @@ def _give_rows(optimizer: Optimizer, state: States) -> States:
             result[number] = {key: _convert(value, engine, wanted) for key, value in held.items()}
             for key, value in result[number].items() if wanted.follow else ():
                 if isinstance(value, DTensor) and isinstance(held[key], Guarded):
-                    result[number][key] = rows.follow(owner, engine, held[key], param, value)
+                    result[number][key] = rows.follow(engine, held[key], param, value)
     return {**state, "state": result}
 
 

@@ -73,7 +73,7 @@ from fullshard.planner.layout import FlatLayout, Slice, clean_name
 from fullshard.planner.mesh import Mesh, Topology, resolve_mesh, row_of
 from fullshard.planner.plan import Plan
 from fullshard.planner.units import UnitSettings, group_params
-from fullshard.transport.base import Transport, torch_dtype
+from fullshard.transport.base import Home, Transport, torch_dtype
 from fullshard.transport.groups import (
     all_values,
     copy_from_first,
@@ -511,7 +511,7 @@ def cut_early(
                 holders=group.layout.holders(placement),
                 norms=_EarlyNorms(mesh, local.device),
                 address=address_of(local),
-                before_write=lambda: 0,  # no other rank reads early shards
+                home=Home(),  # no other rank reads early shards
                 gather=gather,
                 post_accumulate=OrderedDict() if hooks is None else hooks,
             )
@@ -635,6 +635,7 @@ def replace_engines(model: nn.Module, shard: Callable[[], Engine]) -> Engine:
         kept = [grad if grad is None else grad.to_local().clone() for grad in grads]
     before = [(param, param.record) for param in _shards(model)]
     engine = shard()
+    engine.norms.rows = {key: one for e in old for key, one in e.norms.rows.items()}
     trained = [(record, param.record) for param, record in before if record.index >= 0]
     names = [record.piece.name for record, now in trained if not record.is_cut_like(now)]
     engine.replaced = weakref.WeakSet([*old, *chain.from_iterable(one.replaced for one in old)])
@@ -658,9 +659,11 @@ def replace_engines(model: nn.Module, shard: Callable[[], Engine]) -> Engine:
     for (param, record, grad, own), dtype in zip(parts, dtypes, strict=True):
         now, stays = param.record, record.is_cut_like(param.record)
         change = partial(recut, record=record, piece=now.piece, stays=stays)
-        for key, state in own.items():
-            if isinstance(state, Guarded):
-                own[key] = param.as_state(change(state.to_local()).clone())
+        for state in own.values():
+            if isinstance(state, Guarded):  # stays the same object, which rows may follow
+                made = param.as_state(change(state.to_local()).clone())
+                with no_guard():
+                    state.data, state.record = made.data, made.record  # type: ignore[attr-defined]
         if dtype is not None:
             empty = torch.zeros(0, dtype=dtype, device=param.device)
             _show_gradient(param, shown.get(id(param)), change(empty if grad is None else grad))

@@ -180,7 +180,7 @@ class Engine:
                     holders=layout.holders(at),
                     norms=self.norms,
                     address=address_of(member.local(group.master)),
-                    before_write=self.home.before_write,
+                    home=self.home,
                     gather=partial(_gather_whole, weakref.ref(member)),
                     post_accumulate=_taken_hooks(member.param),
                     states=masters.homes.states,

@@ -421,7 +421,7 @@ def _note_writes(written: Sequence[Any], *, counts: bool = True) -> None:
         elif isinstance(shard, Guarded):
             params += params_of(shard)
     for model, ours in by_model(params).items():
-        number = ours[0].record.before_write()
+        number = ours[0].record.home.before_write()
         if counts:
             for record in map(_RECORD, ours):
                 record.last_write = number

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fullshard.engine.cuts import Cut
     from fullshard.engine.homes import Residence
     from fullshard.engine.norms import GradientNorms
+    from fullshard.transport.base import Home
 
 
 BEFORE_READ: list[Callable[[Any, str | None], None]] = []
@@ -83,7 +84,7 @@ class ShardRecord(Elements):
         copies: Number of ranks with the same elements.
         holders: (part, start, stop) of each part of the (local) tensor; the same on every rank.
         norms: Global norms of the model's gradients.
-        before_write: Waits until no other rank reads these elements; returns the write's number.
+        home: The memory that has these elements.
         gather: Gathers the full tensor from (n_local,) plain elements. A collective.
         post_accumulate: The user's hooks, called with the reduced gradient.
         states: Allocates optimizer states; None if they are on the device of the parameter.
@@ -98,7 +99,7 @@ class ShardRecord(Elements):
     copies: int
     holders: Sequence[tuple[int, int, int]]
     norms: GradientNorms
-    before_write: Callable[[], int]
+    home: Home
     gather: Callable[[torch.Tensor], torch.Tensor]
     post_accumulate: OrderedDict[int, Callable[[torch.Tensor], None]]
     states: Residence | None = None
