@@ -171,11 +171,13 @@ def updated(
         given = grads, _with_hyperparams(state, extra), mine
         try:
             try:
-                return tx.update(*given, **{"value": loss, **extra})
+                found = tx.update(*given, **{"value": loss, **extra})
             except TypeError as error:
                 if "unexpected keyword argument 'value'" not in str(error):
                     raise
-                return tx.update(*given, **extra)  # optax.contrib.sam does not accept a value
+                found = tx.update(*given, **extra)  # optax.contrib.sam does not accept a value
+            jax.tree.map(lambda *_: None, state, found[1])  # optax.monitor's changes
+            return found
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 "tx: expected an optimizer that updates from gradients, parameters, the loss (its "

@@ -67,7 +67,7 @@ from fullshard.xla.plan import (
 )
 from fullshard.xla.traced import is_local, traced_collectives
 
-_SPLIT = 4096  # splits a count into parts that float32 adds exactly
+_WORD = 4  # bytes of the narrowest integers that are sent
 NORM_EPSILON = 1e-6  # as in torch; optax has none
 
 
@@ -227,7 +227,7 @@ class Step:
         that combines elements of an array. It compiles only the optimizer to count them.
         """
         grads = trained(self.plan, self.plan.shapes("accumulate"))
-        loss = jax.ShapeDtypeStruct((), _wide(self.plan, jnp.zeros(())))
+        loss = jax.ShapeDtypeStruct((), _wide(self.plan, jnp.zeros((), jnp.float32)))
         before = state.params, state.opt_state
         update = self._update.trace(grads, before, loss, _arrays(extra))
         added = dict[str, Collectives]()
@@ -477,72 +477,58 @@ def _over_devices(
 ) -> tuple[Any, Any, Any, Tree]:
     """Sums loss, tokens and other sums over devices, and averages variables, in one collective.
 
-    Integers are added in two parts, and other variables than floating-point ones in words of 16
-    bits, so that float32 keeps them exactly.
+    Integers and keys travel as bytes, whose sums float32 keeps. Variables that are not
+    floating-point are those of the first device.
     """
-    (leaves, structure), (old, kept) = map(jax.tree.flatten, (sums, variables))
-    values = [*map(_halves, leaves), *(_share(plan, x) for x in old)]
-    wide = jnp.result_type(*(x.dtype for x in values if x.dtype == "float64"), _wide(plan, sums[0]))
-    ends = np.cumsum([value.size for value in values])[:-1].tolist()
-    flat = jnp.concatenate([jnp.ravel(value).astype(wide) for value in values])
-    parts = jnp.split(all_reduce([flat], live_axes(plan.mesh))[0], ends)
-    found = [part.reshape(value.shape) for part, value in zip(parts, values, strict=True)]
-    added = [_exact(plan, x, part) for x, part in zip(leaves, found, strict=False)]
-    new = [_joined(x, part) for x, part in zip(old, found[len(leaves) :], strict=True)]
-    return *jax.tree.unflatten(structure, added), jax.tree.unflatten(kept, new)
+    axes, copies = live_axes(plan.mesh), plan.table.mesh.num_copies
+    is_first = lax.axis_index(axes) == 0 if axes else True
+
+    def share(leaf: jax.Array) -> jax.Array:
+        part = _parts(leaf)
+        is_float = jnp.issubdtype(part.dtype, jnp.floating)
+        return part.astype(_wide(plan, part)) / copies if is_float else part * is_first
+
+    sums = jax.tree.map(lambda x: x.astype(_wide(plan, x)), sums)
+    leaves, structure = jax.tree.flatten((*sums, variables))
+    parts = [*map(_parts, jax.tree.leaves(sums)), *map(share, jax.tree.leaves(variables))]
+    dtype = jnp.result_type(*(x.dtype for x in parts if jnp.issubdtype(x.dtype, jnp.floating)))
+    flat = jnp.concatenate([jnp.ravel(x).astype(dtype) for x in parts])
+    ends = np.cumsum([x.size for x in parts])[:-1].tolist()
+    added = zip(leaves, parts, jnp.split(all_reduce([flat], axes)[0], ends), strict=True)
+    return jax.tree.unflatten(structure, [_whole(x, to.reshape(p.shape)) for x, p, to in added])
 
 
-def _halves(value: jax.Array) -> jax.Array:
-    """The two parts of integers, which are added apart."""
-    is_integer = jnp.issubdtype(value.dtype, jnp.integer)
-    return jnp.stack([value // _SPLIT, value % _SPLIT]) if is_integer else value
-
-
-def _exact(plan: XlaPlan, value: jax.Array, summed: jax.Array) -> jax.Array:
-    """The sum, for integers from their two parts."""
-    if not jnp.issubdtype(value.dtype, jnp.integer):
-        return summed
-    high, low = summed.astype(_wide(plan, value))
-    return high * _SPLIT + low
-
-
-def _share(plan: XlaPlan, leaf: jax.Array) -> jax.Array:
-    """This device's part of a variable, as numbers to be added."""
-    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        return _share(plan, jnp.stack([leaf.real, leaf.imag]))
-    if jnp.issubdtype(leaf.dtype, jnp.floating):
-        wide = leaf.astype(jnp.float64 if leaf.dtype == jnp.float64 else jnp.float32)
-        return wide / plan.table.mesh.num_copies
-    axes = live_axes(plan.mesh)
-    words = lax.bitcast_convert_type(_integers(leaf), jnp.uint16)
-    return jnp.where(lax.axis_index(axes) == 0, words, 0) if axes else words
-
-
-def _integers(leaf: jax.Array) -> jax.Array:
-    """A key's data, or integers of at least 16 bits."""
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    found = jax.random.key_data(leaf) if is_key else leaf
-    return found if found.dtype.itemsize > 1 else found.astype(jnp.int16)
-
-
-def _joined(leaf: jax.Array, summed: jax.Array) -> jax.Array:
-    """The variable from the sum of its shares."""
-    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        return lax.complex(summed[0], summed[1]).astype(leaf.dtype)
-    if jnp.issubdtype(leaf.dtype, jnp.floating):
-        return summed.astype(leaf.dtype)
-    found = lax.bitcast_convert_type(summed.astype(jnp.uint16), _integers(leaf).dtype)
+def _parts(leaf: jax.Array) -> jax.Array:
+    """The numbers that a leaf consists of: both parts if complex, the bytes of integers."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(found, impl=jax.random.key_impl(leaf))
-    return found.astype(leaf.dtype)
+        return _parts(jax.random.key_data(leaf))
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        return jnp.stack([leaf.real, leaf.imag])
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf
+    words = leaf if leaf.dtype.itemsize >= _WORD else leaf.astype(jnp.int32)
+    return jnp.stack([words >> 8 * at & 255 for at in range(words.dtype.itemsize)])
+
+
+def _whole(leaf: jax.Array, parts: jax.Array) -> jax.Array:
+    """The leaf, whose value is replaced by that of its parts or of their sums."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = _whole(jax.random.key_data(leaf), parts)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        return lax.complex(parts[0], parts[1]).astype(leaf.dtype)
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        return parts.astype(leaf.dtype)
+    words = parts.astype(leaf.dtype if leaf.dtype.itemsize >= _WORD else jnp.int32)
+    return sum(word << 8 * at for at, word in enumerate(words)).astype(leaf.dtype)
 
 
 def _wide(plan: XlaPlan, value: Any) -> Any:
     """The dtype in which values of this dtype are summed."""
     if jnp.issubdtype(value.dtype, jnp.integer):
         return jnp.promote_types(value.dtype, jnp.int32)
-    dtypes = {array.dtypes.accumulate for array in plan.table.arrays}
-    return jnp.float64 if "float64" in dtypes else jnp.float32
+    dtypes = (array.dtypes.accumulate for array in plan.table.arrays)
+    return jnp.result_type(value.dtype, jnp.float32, *map(str, dtypes))
 
 
 def _squares(plan: XlaPlan, grads: Sequence[jax.Array]) -> list[jax.Array]:

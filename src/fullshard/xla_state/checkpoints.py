@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fullshard.checkpoint.commit import Documents, Ranks
 from fullshard.checkpoint.files import Piece, TensorFile
-from fullshard.checkpoint.format import PLAN, STATE, Kind, key_of
+from fullshard.checkpoint.format import AVERAGE, PLAN, STATE, Kind, key_of
 from fullshard.checkpoint.read import Checkpoint, choose
 from fullshard.engine.folder import INDEX, ONE_FILE, FileNames, is_made_of
 from fullshard.engine.state import DTYPE_NAMES
@@ -45,6 +46,8 @@ from fullshard.xla.opt_state import Leaf, leaves_of
 from fullshard.xla.plan import REPLICATE, XlaPlan, named_leaves, own_shape, unpad
 from fullshard.xla.processes import agree, lead
 from fullshard.xla.step import State, scalar, with_optimizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -323,16 +326,19 @@ def _with_saved_optimizer(state: State, source: _Saved) -> State:
     kind, others = saved.get("class"), saved.get("others")
     rules = tuple(saved.get("rules", state.rules))  # torch and older checkpoints name none
     leaves, words = states_of(state)
-    has_states = any(
-        key.startswith(f"{Kind.OPTIMIZER}/") for key in source.checkpoint.index.tensors
-    )
+    names = {name for array in state.plan.trained_arrays for name in array.names()}
+    keys = (key.split("/", 1) for key in source.checkpoint.index.tensors)
+    pairs = (key.rsplit("/", 1) for kind, key in keys if kind == Kind.OPTIMIZER)
+    unread = {word for name, word in pairs if name in names} - {*words.values()}
+    if AVERAGE in unread and jax.process_index() == 0:
+        logger.info("the checkpoint's average of the weights is dropped")
     is_same = kind in ("optax", kind_of(leaves, words)) and rules == state.rules
-    if not is_same or (kind == "SGD" and has_states):
+    if not is_same or unread - {AVERAGE}:
         raise CheckpointError(
             f"{source.where}: expected the states of this optimizer "
             f"({', '.join([*state.rules, *sorted(words.values())]) or 'none'}); it has those of "
-            f"{', '.join([kind or 'none', *saved.get('rules', ())])}. Load only the parameters: "
-            "tx=None."
+            f"{', '.join([kind or 'none', *saved.get('rules', ()), *sorted(unread)])}. Load only "
+            "the parameters: tx=None."
         )
     found: list[Any] = []
     for leaf in leaves:
