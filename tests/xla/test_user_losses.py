@@ -278,7 +278,7 @@ def test_mistakes_of_losses_are_named(devices):
         "num_micro_batches of 1 or more, .*; got 0 and None",
         "max_grad_norm of 0 or more; got 1 and -1.0",
         "got a count of bool",
-        "got a count or metrics of complex128",
+        "got a metric of complex128",
     ]
     assert unmatched(devices(wrong_losses), wanted) == []
 

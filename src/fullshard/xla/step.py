@@ -51,7 +51,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fullshard.errors import ConfigError
 from fullshard.planner.arrays import Collectives
 from fullshard.xla.census import census
-from fullshard.xla.gather import all_reduce, call_loss, reduce_whole, whole_but_blocks
+from fullshard.xla.gather import (
+    all_reduce,
+    call_loss,
+    counted_once,
+    reduce_whole,
+    whole_but_blocks,
+)
 from fullshard.xla.opt_state import fresh, merged, opt_shardings, rules_of, trained, updated
 from fullshard.xla.plan import (
     OVERLAP,
@@ -335,7 +341,7 @@ def eval_step(plan: XlaPlan, loss_fn: LossFn) -> Callable[[State, Any], tuple[An
 
     def totals(params: Tree, batch: Any, variables: Tree) -> tuple[Any, ...]:
         given = {} if variables is None else {"variables": variables}
-        met = whole_but_blocks(plan, params)
+        met = whole_but_blocks(plan, plan.with_arrays(partial(counted_once, plan), params))
         sums = sums_of(plan, loss_fn, met, batch, given, new=False)
         found = _over_devices(plan, sums[:3])
         return found[:2] if sums.metrics is None else found[:3]
@@ -628,41 +634,37 @@ def _checked(found: Any, variables: Any, *, new: bool) -> Sums:
         size = f" of {len(found)}" if isinstance(found, tuple) else ""
         raise _wrong(type(found).__name__ + size)
     total, count, metrics, changed = (*found, None, None)[:4]
-    for what, value in (("total", total), ("count", count)):
-        if not isinstance(value, int | float | np.generic | np.ndarray | jax.Array):
-            raise _wrong(f"a {what} that is a {type(value).__name__}")
-        if jnp.ndim(value):
-            raise _wrong(f"a {what} of shape {jnp.shape(value)}")
     if not isinstance(metrics, Mapping | None):
         raise _wrong(f"metrics that are a {type(metrics).__name__}")
     if taken := [name for name in RESERVED if name in (metrics or ())]:
         raise _wrong(f"metrics with the name {taken[0]!r}, which the step uses")
-    total = jnp.asarray(total)
-    if not jnp.issubdtype(total.dtype, jnp.floating):
-        raise _wrong(f"a total of {total.dtype}")
-    metrics = None if metrics is None else jax.tree.map(_number, dict(metrics))
-    if jnp.asarray(count).dtype == bool:
-        raise _wrong("a count of bool")
-    changed = _like(variables, changed) if new else None
-    return Sums(total, _number(count), metrics, changed)
+    total = _sum("total", total, (jnp.floating,))
+    count = _sum("count", count, (jnp.floating, jnp.integer))
+    for what, x in (("total", total), ("count", count)):
+        if x.shape:
+            raise _wrong(f"a {what} of shape {x.shape}")
+    if metrics is not None:
+        of_metrics = partial(_sum, "metric", kinds=(jnp.floating, jnp.integer, jnp.bool_))
+        metrics = jax.tree.map(of_metrics, dict(metrics))
+    return Sums(total, count, metrics, _like(variables, changed) if new else None)
 
 
-def _number(value: Any) -> jax.Array:
-    """A count or metric in a dtype in which the sums of devices and micro-batches fit."""
-    value = jnp.asarray(value)
-    if not any(jnp.issubdtype(value.dtype, kind) for kind in (bool, jnp.integer, jnp.floating)):
-        raise _wrong(f"a count or metrics of {value.dtype}")
+def _sum(what: str, value: Any, kinds: tuple[Any, ...]) -> jax.Array:
+    """A number in a dtype in which the sums of devices and micro-batches fit."""
+    try:
+        value = jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise _wrong(f"a {what} that is a {type(value).__name__}") from error
+    if not any(jnp.issubdtype(value.dtype, kind) for kind in kinds):
+        raise _wrong(f"a {what} of {value.dtype}")
     return value.astype(jnp.promote_types(value.dtype, jnp.int32))
 
 
 def _like(old: Any, new: Any) -> Any:
-    if jax.tree.structure(old) != jax.tree.structure(new):
-        raise _wrong(
-            f"variables of another structure than it was given ({jax.tree.structure(old)})"
-        )
-    shapes = [tuple(jnp.shape(leaf) for leaf in jax.tree.leaves(tree)) for tree in (old, new)]
-    if shapes[0] != shapes[1]:
-        raise _wrong(f"variables of shapes {shapes[1]}; it was given {shapes[0]}")
+    """The new variables in the dtypes of the old ones."""
+    forms = [(jax.tree.structure(x), [*map(jnp.shape, jax.tree.leaves(x))]) for x in (old, new)]
+    if forms[0] != forms[1]:
+        raise _wrong(f"variables of the form {forms[1]}; it was given {forms[0]}")
     return jax.tree.map(lambda a, b: jnp.asarray(b, getattr(a, "dtype", None)), old, new)
 
 
