@@ -140,7 +140,7 @@ def whole_but_blocks(plan: XlaPlan, params: Tree) -> Tree:
     return jax.tree.unflatten(plan.structure, _at(own, jax.tree.leaves(params), whole))
 
 
-def counted_once(plan: XlaPlan, array: ArrayPlan, shard: jax.Array) -> jax.Array:
+def once(plan: XlaPlan, array: ArrayPlan, shard: jax.Array) -> jax.Array:
     """A shard that a user may differentiate: jax adds the gradients of its copies.
 
     A gather of a stacked shard has summed each of them over all copies already.

@@ -116,8 +116,6 @@ def rules_of(tx: optax.GradientTransformation) -> tuple[str, ...]:
                 queue += bound.values()
                 name = item.__qualname__.partition(".")[0] * item.__module__.startswith("optax.")
                 rules.add(f"nesterov {name}" if bound.get("nesterov") is True else name)
-            case _:
-                pass
     return tuple(
         sorted(rule for rule in rules if "scale_by_" in rule and rule != "scale_by_schedule")
     )

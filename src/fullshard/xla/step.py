@@ -51,13 +51,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fullshard.errors import ConfigError
 from fullshard.planner.arrays import Collectives
 from fullshard.xla.census import census
-from fullshard.xla.gather import (
-    all_reduce,
-    call_loss,
-    counted_once,
-    reduce_whole,
-    whole_but_blocks,
-)
+from fullshard.xla.gather import all_reduce, call_loss, once, reduce_whole, whole_but_blocks
 from fullshard.xla.opt_state import fresh, merged, opt_shardings, rules_of, trained, updated
 from fullshard.xla.plan import (
     OVERLAP,
@@ -298,11 +292,12 @@ def train_step(  # noqa: PLR0913  (settings by name)
         if max_grad_norm is not None:
             factor = max_grad_norm / (metrics["grad_norm"] + NORM_EPSILON)
             grads = jax.tree.map(lambda g: g * jnp.minimum(factor, 1.0).astype(g.dtype), grads)
-        found = jax.tree.structure(state.opt_state), state.rules
-        if found != (jax.tree.structure(stored[1]), rules):
+        found = jax.tree.structure(state.opt_state), state.rules, _forms(state.params)
+        if found != (jax.tree.structure(stored[1]), rules, _forms(plan.shapes())):
             raise ConfigError(
-                "state: expected the optimizer state of the step's tx; got another, or none. Pass "
-                "the same tx to fullshard.jax.init, shard or load."
+                "state: expected the optimizer state of the step's tx, and parameters as planned; "
+                "got another state, or none, or other shapes or dtypes. Pass the same tx and plan "
+                "to fullshard.jax.init, shard or load."
             )
         before = state.params, state.opt_state
         params, opt_state = update(grads, before, metrics["loss"], extra)
@@ -314,6 +309,10 @@ def train_step(  # noqa: PLR0913  (settings by name)
     placed = State(*stored, whole, plan, whole, rules), whole
     ran = compiled(run, donate_argnums=0, out_shardings=placed)
     return Step(plan, (ran, compiled(update, out_shardings=stored)), num_micro_batches, given)
+
+
+def _forms(params: Tree) -> list[Any]:
+    return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(params)]
 
 
 def _seeing(loss_fn: LossFn, given: Fixed | None) -> Callable[[Tree], LossFn]:
@@ -341,7 +340,7 @@ def eval_step(plan: XlaPlan, loss_fn: LossFn) -> Callable[[State, Any], tuple[An
 
     def totals(params: Tree, batch: Any, variables: Tree) -> tuple[Any, ...]:
         given = {} if variables is None else {"variables": variables}
-        met = whole_but_blocks(plan, plan.with_arrays(partial(counted_once, plan), params))
+        met = whole_but_blocks(plan, plan.with_arrays(partial(once, plan), params))
         sums = sums_of(plan, loss_fn, met, batch, given, new=False)
         found = _over_devices(plan, sums[:3])
         return found[:2] if sums.metrics is None else found[:3]
@@ -640,9 +639,6 @@ def _checked(found: Any, variables: Any, *, new: bool) -> Sums:
         raise _wrong(f"metrics with the name {taken[0]!r}, which the step uses")
     total = _sum("total", total, (jnp.floating,))
     count = _sum("count", count, (jnp.floating, jnp.integer))
-    for what, x in (("total", total), ("count", count)):
-        if x.shape:
-            raise _wrong(f"a {what} of shape {x.shape}")
     if metrics is not None:
         of_metrics = partial(_sum, "metric", kinds=(jnp.floating, jnp.integer, jnp.bool_))
         metrics = jax.tree.map(of_metrics, dict(metrics))
@@ -657,6 +653,8 @@ def _sum(what: str, value: Any, kinds: tuple[Any, ...]) -> jax.Array:
         raise _wrong(f"a {what} that is a {type(value).__name__}") from error
     if not any(jnp.issubdtype(value.dtype, kind) for kind in kinds):
         raise _wrong(f"a {what} of {value.dtype}")
+    if value.shape and what != "metric":
+        raise _wrong(f"a {what} of shape {value.shape}")
     return value.astype(jnp.promote_types(value.dtype, jnp.int32))
 
 

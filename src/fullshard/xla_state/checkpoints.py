@@ -152,7 +152,6 @@ def _flatten(plan: XlaPlan, array: ArrayPlan) -> Any:
 
 def _facts(state: State, step: int | None, extras: Extras) -> tuple[dict[str, Any], list[Piece]]:
     """state.json and the small tensors that it names."""
-    values = dict(extras.values)
     facts: dict[str, Any] = {"step": step, "world_size": jax.process_count(), "extra": {}}
     pieces: list[Piece] = []
 
@@ -169,7 +168,6 @@ def _facts(state: State, step: int | None, extras: Extras) -> tuple[dict[str, An
             if leaf.at is not None:
                 dtype_name(leaf.name, leaf.value)
         count = torch.tensor(float(state.step))
-        scalars = {name: {"step": count} for name in names}
         others = [(leaf.name, leaf.value) for leaf in leaves if leaf.at is None]
         table, own = leaf_pieces(OTHERS, others)
         pieces.extend(own)
@@ -177,12 +175,12 @@ def _facts(state: State, step: int | None, extras: Extras) -> tuple[dict[str, An
             "class": kind_of(leaves, words),
             "rules": list(state.rules),
             "groups": coded(GROUPS, list(groups)),
-            "scalars": coded(SCALARS, scalars),
+            "scalars": coded(SCALARS, {name: {"step": count} for name in names}),
             "others": table,
         }
     facts["variables"], own = leaf_pieces(VARIABLES, named_leaves(state.variables))
     pieces.extend(own)
-    facts["state"] = {name: coded(name, value) for name, value in values.items()}
+    facts["state"] = {name: coded(name, value) for name, value in extras.values.items()}
     return facts, pieces
 
 
@@ -208,14 +206,10 @@ def states_of(state: State) -> tuple[list[Leaf], dict[str, str]]:
     return leaves, {name: name.replace("/", "~") for name in names}
 
 
-def is_adamw(words: Mapping[str, str]) -> bool:
-    """Whether torch's AdamW has the same states."""
-    return set(words.values()) == set(STATE_NAMES.values())
-
-
 def kind_of(leaves: Sequence[Leaf], words: Mapping[str, str]) -> str:
     """The optimizer of torch that has the same states: AdamW, or SGD without momentum; or optax."""
-    return "AdamW" if is_adamw(words) else "optax" if leaves else "SGD"
+    is_adamw = set(words.values()) == set(STATE_NAMES.values())
+    return "AdamW" if is_adamw else "optax" if leaves else "SGD"
 
 
 def dtype_name(name: str, leaf: Any) -> str:
