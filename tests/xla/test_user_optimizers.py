@@ -88,7 +88,7 @@ ALONE = [
     *("momo_adam", "prodigy", "schedule_free_adamw", "schedule_free_sgd", "simplified_ademamix"),
 ]
 PARAMETER_FREE = ("cocob", "dadapt_adamw", "dog", "dowg", "prodigy")
-REFUSED = {"lbfgs": "'value_fn'", "sophia": "obj_fn must be provided", "monitor": "Mismatch"}
+REFUSED = {"lbfgs": "'value_fn'", "sophia": "obj_fn must be provided", "monitor": "structure"}
 # Parts of others, or with further arguments: per-example gradients, another optimizer
 OTHERS = {"scale_by_learning_rate", "scale_by_rprop", "scale_by_madgrad", "dpsgd"}
 MESHES = [("full_shard", 1, 8), ("hybrid_shard", 2, 4), ("no_shard", 8, 1)]

@@ -174,7 +174,8 @@ def updated(
                 if "unexpected keyword argument 'value'" not in str(error):
                     raise
                 found = tx.update(*given, **extra)  # optax.contrib.sam does not accept a value
-            jax.tree.map(lambda *_: None, state, found[1])  # optax.monitor's changes
+            if jax.tree.structure(found[1]) != jax.tree.structure(state):  # optax.monitor
+                raise TypeError("the structure of the state has changed")
             return found
         except (TypeError, ValueError) as error:
             raise ConfigError(
