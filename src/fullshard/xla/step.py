@@ -525,7 +525,8 @@ def _whole(leaf: jax.Array, parts: jax.Array) -> jax.Array:
     if jnp.issubdtype(leaf.dtype, jnp.floating):
         return parts.astype(leaf.dtype)
     words = parts.astype(leaf.dtype if leaf.dtype.itemsize >= _WORD else jnp.int32)
-    return sum(word << 8 * at for at, word in enumerate(words)).astype(leaf.dtype)
+    placed = jnp.stack([word << 8 * at for at, word in enumerate(words)])
+    return placed.sum(0, dtype=words.dtype).astype(leaf.dtype)
 
 
 def _wide(plan: XlaPlan, value: Any) -> Any:
