@@ -87,6 +87,17 @@ def test_jax_never_trains_over_checkpoints_that_it_cannot_read(runs, config, ful
 
 
 @pytest.mark.long
+@pytest.mark.slow
+def test_a_longer_run_removes_an_average_that_it_does_not_keep(runs, config, fullshard, tmp_path):
+    folder = shutil.copytree(runs / "jax", tmp_path / "run")
+    (folder / "model_ema").mkdir()
+    words = ("backend=jax", f"training.output_dir={folder}", "training.max_steps=22")
+    fullshard("train", str(config), *words, code=0)
+    assert (folder / "model").is_dir()
+    assert not (folder / "model_ema").exists()
+
+
+@pytest.mark.long
 def test_a_run_leaves_the_files_that_every_run_leaves(runs):
     names = [{path.name for path in (runs / name).iterdir()} for name in ("torch", "jax")]
     assert names[0] - {"samples.jsonl"} == names[1]  # XLA samples no text between steps

@@ -228,9 +228,33 @@ def test_only_the_rules_of_adam_and_plain_sgd_have_the_names_of_torch(devices, t
     kinds, told = devices(kinds_saved, tmp_path)
     assert kinds["SGD"] == {"sgd"}
     assert kinds["AdamW"] == {"adam", "adamw", "injected adamw", "scheduled"}
+    nesterov = "(nesterov scale_by_adam, scale_by_adam, 0.mu, 0.nu)"
     assert [text.partition(". Load")[0].partition("optimizer ")[2] for text in told] == [
         "(scale_by_adam, exp_avg, exp_avg_sq); it has those of SGD",
         "(scale_by_adamax, 0.mu, 0.nu); it has those of optax, scale_by_yogi",
-        "(scale_by_adam, exp_avg, exp_avg_sq); it has those of optax, scale_by_radam",
-        "(nesterov scale_by_adam, scale_by_adam, 0.mu, 0.nu); it has those of AdamW, scale_by_adam",
+        "(scale_by_adam, exp_avg, exp_avg_sq); it has those of optax, scale_by_radam, 0.mu, 0.nu",
+        f"{nesterov}; it has those of AdamW, scale_by_adam, exp_avg, exp_avg_sq",
     ]
+
+
+def saved_with_amsgrad(folder):
+    model = fs.shard(torch.nn.Linear(8, 4, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    fs.save(folder, model, optimizer)
+
+
+def told_of(folder):
+    plan = fj.plan({"weight": jnp.ones((4, 8))})
+    fj.load(plan, folder)
+    with pytest.raises(CheckpointError) as error:
+        fj.load(plan, folder, optax.adamw(0.1))
+    return str(error.value)
+
+
+def test_a_state_of_torch_that_optax_does_not_have_is_refused_and_not_dropped(
+    ranks, devices, tmp_path
+):
+    ranks(2)(saved_with_amsgrad, tmp_path)
+    assert "it has those of AdamW, max_exp_avg_sq. Load only" in devices(told_of, tmp_path)

@@ -1,6 +1,7 @@
 """Losses with keys, metrics, variables and regularizers are those of one device."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -278,7 +279,7 @@ def test_mistakes_of_losses_are_named(devices):
         "num_micro_batches of 1 or more, .*; got 0 and None",
         "max_grad_norm of 0 or more; got 1 and -1.0",
         "got a count of bool",
-        "got a count or metrics of complex128",
+        "got a metric of complex128",
     ]
     assert unmatched(devices(wrong_losses), wanted) == []
 
@@ -383,6 +384,11 @@ def wrong_states():
             assert fj.plan({"w": np.ones(8)}).table.arrays[0].dtypes.master == "float32"
             return fj.plan(tree, {"master_dtype": "float64"}, mesh)
 
+    def narrowed():
+        state = fj.shard(plan, tree, optax.sgd(1e-3))
+        halves = {name: leaf.astype(jnp.bfloat16) for name, leaf in state.params.items()}
+        return trained(replace(state, params=halves))
+
     padded, rows = {"w": jnp.ones((301, 257))}, (fj.make_mesh(8, 1), fj.make_mesh(1, 8))
     others_plan, own_plan = (fj.plan(padded, None, rows_of) for rows_of in rows)
     return said_by(
@@ -394,6 +400,7 @@ def wrong_states():
             ),
             lambda: trained(None, fj.plan(tree, None, mesh, freeze=["*"])),
             narrow,
+            narrowed,
         )
     )
 
@@ -404,8 +411,46 @@ def test_states_and_plans_that_cannot_be_right_are_refused(devices):
         *["^state: expected arrays that are stored as in the step's plan"] * 2,
         "^plan: expected an array that is trained",
         "^master_dtype: expected float32 or less",
+        "^state: expected the optimizer state .*, and parameters as planned",
     ]
     assert unmatched(devices(wrong_states), wanted) == []
+
+
+def differentiated(replicate):
+    """Differences of gradients of `eval_step`, with a batch of another mesh, to those of jax."""
+    params = {
+        "layers": {"even": jnp.ones((3, 8, 8)) / 9, "odd": jnp.ones((3, 7))},
+        "head": jnp.ones(8),
+    }
+    mesh = fj.make_mesh(replicate, 8 // replicate)
+    plan = fj.plan(params, None, mesh, blocks=["layers"])
+    state = fj.shard(plan, params)
+    own = jax.sharding.NamedSharding(jax.make_mesh((8,), ("mine",)), jax.P("mine"))
+    batch = jax.device_put(np.linspace(0.0, 1.0, 128).reshape(16, 8), own)
+
+    def block(layer, x):
+        return x + jnp.tanh(x @ layer["even"]) * layer["odd"].sum()
+
+    def loss(params, batch):
+        x = fj.scan_blocks(block, batch, params["layers"], plan)
+        return jnp.square(x @ params["head"]).sum(), len(batch)
+
+    def whole(params):
+        x = jnp.asarray(np.asarray(batch))
+        for at in range(3):
+            x = block(jax.tree.map(lambda leaf, at=at: leaf[at], params["layers"]), x)
+        return jnp.square(x @ params["head"]).sum()
+
+    evaluate = fj.eval_step(plan, loss)
+    found = jax.grad(lambda p: evaluate(replace(state, params=p), batch)[0])(state.params)
+    wanted = jax.grad(whole)(params)
+    found, wanted = jax.device_get((found, wanted))
+    return jax.tree.leaves(jax.tree.map(lambda a, b: abs(a / b - 1).max(), found, wanted))
+
+
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_the_gradient_of_an_evaluation_is_that_of_one_device(devices, replicate):
+    assert max(devices(differentiated, replicate)) < 1e-9
 
 
 def other_uses_of_a_state():

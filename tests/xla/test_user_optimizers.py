@@ -59,6 +59,7 @@ def optimizer(name):
         ),
         "adadelta": lambda: optax.adadelta(1.0),
         "freeze": lambda: optax.chain(adam, optax.transforms.freeze(in_a)),
+        "monitor": lambda: optax.chain(optax.monitor({"norm": optax.tree.norm}), adam),
         # Its first step divides by epsilon.
         "acprop": lambda: optax.contrib.acprop(1e-3, eps=1e-2),
     }
@@ -87,7 +88,7 @@ ALONE = [
     *("momo_adam", "prodigy", "schedule_free_adamw", "schedule_free_sgd", "simplified_ademamix"),
 ]
 PARAMETER_FREE = ("cocob", "dadapt_adamw", "dog", "dowg", "prodigy")
-REFUSED = {"lbfgs": "'value_fn'", "sophia": "obj_fn must be provided"}
+REFUSED = {"lbfgs": "'value_fn'", "sophia": "obj_fn must be provided", "monitor": "structure"}
 # Parts of others, or with further arguments: per-example gradients, another optimizer
 OTHERS = {"scale_by_learning_rate", "scale_by_rprop", "scale_by_madgrad", "dpsgd"}
 MESHES = [("full_shard", 1, 8), ("hybrid_shard", 2, 4), ("no_shard", 8, 1)]
@@ -219,7 +220,9 @@ def said(name):
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_optimizer_that_calls_the_loss_is_refused_by_what_it_lacks(devices, name):
+def test_an_optimizer_that_calls_the_loss_or_changes_the_form_of_its_state_is_refused(
+    devices, name
+):
     found = devices(said, name)
     assert found.startswith("tx: expected an optimizer that updates from gradients")
     assert REFUSED[name] in found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -306,9 +305,6 @@ class TorchSide(TorchTrainee, Side):
                 loss = loop.held_out_loss(self._session.steps.num_steps)
                 self._export(folder.model_ema, folder.adapter_ema)
             return loss
-        if self._session.seat.is_first:  # remove averages of an earlier session
-            for stale in (folder.model_ema, folder.adapter_ema):
-                shutil.rmtree(stale, ignore_errors=True)
         return None
 
     def _export(self, place: Path, adapter: Path) -> None:

@@ -9,6 +9,7 @@ An engine implements `Side` (loop.py): on_torch.py and on_xla.py.
 
 from __future__ import annotations
 
+import shutil
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -150,6 +151,9 @@ def _carry_out(session: Session, side: Side, began: float) -> None:
             loop.run(done)
     watchdog.phase("saving", steps.num_steps)
     average_loss = side.export(loop)
+    if config.training.ema_decay is None and session.seat.is_first:  # an earlier session's
+        for stale in (folder.model_ema, folder.adapter_ema):
+            shutil.rmtree(stale, ignore_errors=True)
     watchdog.phase("sampling", steps.num_steps)
     wall_s = time.perf_counter() - began
     sample = side.sample(session.dataset.facts.prompt)

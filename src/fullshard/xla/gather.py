@@ -42,6 +42,7 @@ all-reduce is a reduce-scatter followed by an all-gather.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -137,6 +138,15 @@ def whole_but_blocks(plan: XlaPlan, params: Tree) -> Tree:
         return list(map(unpad, chosen, _collect(plan, chosen, shards)))
 
     return jax.tree.unflatten(plan.structure, _at(own, jax.tree.leaves(params), whole))
+
+
+def once(plan: XlaPlan, array: ArrayPlan, shard: jax.Array) -> jax.Array:
+    """A shard that a user may differentiate: jax adds the gradients of its copies.
+
+    A gather of a stacked shard has summed each of them over all copies already.
+    """
+    copies = math.prod(plan.mesh.shape[axis] for axis in plan.sum_axes(array))
+    return _passed(shard, _keep, lambda grad: grad / copies) if array.block else shard
 
 
 def reduce_whole(plan: XlaPlan, grads: Arrays) -> list[jax.Array]:
@@ -440,7 +450,11 @@ def _over(plan: XlaPlan, axis: str, x: jax.Array, passes: tuple[Any, Any]) -> ja
     """Applies one collective in forward, and another in backward."""
     if not live_axes(plan.mesh, (axis,)):
         return x
-    forward, backward = passes
+    return _passed(x, *passes)
+
+
+def _passed(x: jax.Array, forward: Any, backward: Any) -> jax.Array:
+    """Applies a function whose gradient is another one."""
     function = jax.custom_vjp(forward)
     function.defvjp(lambda x: (forward(x), None), lambda _, grad: (backward(grad),))
     return function(x)

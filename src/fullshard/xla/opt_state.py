@@ -116,8 +116,6 @@ def rules_of(tx: optax.GradientTransformation) -> tuple[str, ...]:
                 queue += bound.values()
                 name = item.__qualname__.partition(".")[0] * item.__module__.startswith("optax.")
                 rules.add(f"nesterov {name}" if bound.get("nesterov") is True else name)
-            case _:
-                pass
     return tuple(
         sorted(rule for rule in rules if "scale_by_" in rule and rule != "scale_by_schedule")
     )
@@ -171,11 +169,14 @@ def updated(
         given = grads, _with_hyperparams(state, extra), mine
         try:
             try:
-                return tx.update(*given, **{"value": loss, **extra})
+                found = tx.update(*given, **{"value": loss, **extra})
             except TypeError as error:
                 if "unexpected keyword argument 'value'" not in str(error):
                     raise
-                return tx.update(*given, **extra)  # optax.contrib.sam does not accept a value
+                found = tx.update(*given, **extra)  # optax.contrib.sam does not accept a value
+            if jax.tree.structure(found[1]) != jax.tree.structure(state):  # optax.monitor
+                raise TypeError("the structure of the state has changed")
+            return found
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 "tx: expected an optimizer that updates from gradients, parameters, the loss (its "

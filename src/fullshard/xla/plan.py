@@ -389,7 +389,7 @@ def place_batch(
 
     def place(path: Any, leaf: Any, spec: PartitionSpec) -> Any:
         if is_on_mesh(leaf):
-            return leaf
+            return jax.device_put(leaf, NamedSharding(mesh, spec))
         if not isinstance(leaf, (jax.Array, int, float, complex)):
             try:
                 leaf = np.array(np.asarray(leaf))  # a copy, which the caller cannot write

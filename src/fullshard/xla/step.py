@@ -51,7 +51,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fullshard.errors import ConfigError
 from fullshard.planner.arrays import Collectives
 from fullshard.xla.census import census
-from fullshard.xla.gather import all_reduce, call_loss, reduce_whole, whole_but_blocks
+from fullshard.xla.gather import all_reduce, call_loss, once, reduce_whole, whole_but_blocks
 from fullshard.xla.opt_state import fresh, merged, opt_shardings, rules_of, trained, updated
 from fullshard.xla.plan import (
     OVERLAP,
@@ -67,7 +67,7 @@ from fullshard.xla.plan import (
 )
 from fullshard.xla.traced import is_local, traced_collectives
 
-_SPLIT = 4096  # splits a count into parts that float32 adds exactly
+_WORD = 4  # bytes of the narrowest integers that are sent
 NORM_EPSILON = 1e-6  # as in torch; optax has none
 
 
@@ -227,7 +227,7 @@ class Step:
         that combines elements of an array. It compiles only the optimizer to count them.
         """
         grads = trained(self.plan, self.plan.shapes("accumulate"))
-        loss = jax.ShapeDtypeStruct((), _wide(self.plan, jnp.zeros(())))
+        loss = jax.ShapeDtypeStruct((), _wide(self.plan, jnp.zeros((), jnp.float32)))
         before = state.params, state.opt_state
         update = self._update.trace(grads, before, loss, _arrays(extra))
         added = dict[str, Collectives]()
@@ -292,11 +292,12 @@ def train_step(  # noqa: PLR0913  (settings by name)
         if max_grad_norm is not None:
             factor = max_grad_norm / (metrics["grad_norm"] + NORM_EPSILON)
             grads = jax.tree.map(lambda g: g * jnp.minimum(factor, 1.0).astype(g.dtype), grads)
-        found = jax.tree.structure(state.opt_state), state.rules
-        if found != (jax.tree.structure(stored[1]), rules):
+        found = jax.tree.structure(state.opt_state), state.rules, _forms(state.params)
+        if found != (jax.tree.structure(stored[1]), rules, _forms(plan.shapes())):
             raise ConfigError(
-                "state: expected the optimizer state of the step's tx; got another, or none. Pass "
-                "the same tx to fullshard.jax.init, shard or load."
+                "state: expected the optimizer state of the step's tx, and parameters as planned; "
+                "got another state, or none, or other shapes or dtypes. Pass the same tx and plan "
+                "to fullshard.jax.init, shard or load."
             )
         before = state.params, state.opt_state
         params, opt_state = update(grads, before, metrics["loss"], extra)
@@ -308,6 +309,10 @@ def train_step(  # noqa: PLR0913  (settings by name)
     placed = State(*stored, whole, plan, whole, rules), whole
     ran = compiled(run, donate_argnums=0, out_shardings=placed)
     return Step(plan, (ran, compiled(update, out_shardings=stored)), num_micro_batches, given)
+
+
+def _forms(params: Tree) -> list[Any]:
+    return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(params)]
 
 
 def _seeing(loss_fn: LossFn, given: Fixed | None) -> Callable[[Tree], LossFn]:
@@ -335,7 +340,7 @@ def eval_step(plan: XlaPlan, loss_fn: LossFn) -> Callable[[State, Any], tuple[An
 
     def totals(params: Tree, batch: Any, variables: Tree) -> tuple[Any, ...]:
         given = {} if variables is None else {"variables": variables}
-        met = whole_but_blocks(plan, params)
+        met = whole_but_blocks(plan, plan.with_arrays(partial(once, plan), params))
         sums = sums_of(plan, loss_fn, met, batch, given, new=False)
         found = _over_devices(plan, sums[:3])
         return found[:2] if sums.metrics is None else found[:3]
@@ -477,72 +482,59 @@ def _over_devices(
 ) -> tuple[Any, Any, Any, Tree]:
     """Sums loss, tokens and other sums over devices, and averages variables, in one collective.
 
-    Integers are added in two parts, and other variables than floating-point ones in words of 16
-    bits, so that float32 keeps them exactly.
+    Integers and keys travel as bytes, whose sums float32 keeps. Variables that are not
+    floating-point are those of the first device.
     """
-    (leaves, structure), (old, kept) = map(jax.tree.flatten, (sums, variables))
-    values = [*map(_halves, leaves), *(_share(plan, x) for x in old)]
-    wide = jnp.result_type(*(x.dtype for x in values if x.dtype == "float64"), _wide(plan, sums[0]))
-    ends = np.cumsum([value.size for value in values])[:-1].tolist()
-    flat = jnp.concatenate([jnp.ravel(value).astype(wide) for value in values])
-    parts = jnp.split(all_reduce([flat], live_axes(plan.mesh))[0], ends)
-    found = [part.reshape(value.shape) for part, value in zip(parts, values, strict=True)]
-    added = [_exact(plan, x, part) for x, part in zip(leaves, found, strict=False)]
-    new = [_joined(x, part) for x, part in zip(old, found[len(leaves) :], strict=True)]
-    return *jax.tree.unflatten(structure, added), jax.tree.unflatten(kept, new)
+    axes, copies = live_axes(plan.mesh), plan.table.mesh.num_copies
+    is_first = lax.axis_index(axes) == 0 if axes else True
+
+    def share(leaf: jax.Array) -> jax.Array:
+        part = _parts(leaf)
+        is_float = jnp.issubdtype(part.dtype, jnp.floating)
+        return part.astype(_wide(plan, part)) / copies if is_float else part * is_first
+
+    sums = jax.tree.map(lambda x: x.astype(_wide(plan, x)), sums)
+    leaves, structure = jax.tree.flatten((*sums, variables))
+    parts = [*map(_parts, jax.tree.leaves(sums)), *map(share, jax.tree.leaves(variables))]
+    dtype = jnp.result_type(*(x.dtype for x in parts if jnp.issubdtype(x.dtype, jnp.floating)))
+    flat = jnp.concatenate([jnp.ravel(x).astype(dtype) for x in parts])
+    ends = np.cumsum([x.size for x in parts])[:-1].tolist()
+    added = zip(leaves, parts, jnp.split(all_reduce([flat], axes)[0], ends), strict=True)
+    return jax.tree.unflatten(structure, [_whole(x, to.reshape(p.shape)) for x, p, to in added])
 
 
-def _halves(value: jax.Array) -> jax.Array:
-    """The two parts of integers, which are added apart."""
-    is_integer = jnp.issubdtype(value.dtype, jnp.integer)
-    return jnp.stack([value // _SPLIT, value % _SPLIT]) if is_integer else value
-
-
-def _exact(plan: XlaPlan, value: jax.Array, summed: jax.Array) -> jax.Array:
-    """The sum, for integers from their two parts."""
-    if not jnp.issubdtype(value.dtype, jnp.integer):
-        return summed
-    high, low = summed.astype(_wide(plan, value))
-    return high * _SPLIT + low
-
-
-def _share(plan: XlaPlan, leaf: jax.Array) -> jax.Array:
-    """This device's part of a variable, as numbers to be added."""
-    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        return _share(plan, jnp.stack([leaf.real, leaf.imag]))
-    if jnp.issubdtype(leaf.dtype, jnp.floating):
-        wide = leaf.astype(jnp.float64 if leaf.dtype == jnp.float64 else jnp.float32)
-        return wide / plan.table.mesh.num_copies
-    axes = live_axes(plan.mesh)
-    words = lax.bitcast_convert_type(_integers(leaf), jnp.uint16)
-    return jnp.where(lax.axis_index(axes) == 0, words, 0) if axes else words
-
-
-def _integers(leaf: jax.Array) -> jax.Array:
-    """A key's data, or integers of at least 16 bits."""
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    found = jax.random.key_data(leaf) if is_key else leaf
-    return found if found.dtype.itemsize > 1 else found.astype(jnp.int16)
-
-
-def _joined(leaf: jax.Array, summed: jax.Array) -> jax.Array:
-    """The variable from the sum of its shares."""
-    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        return lax.complex(summed[0], summed[1]).astype(leaf.dtype)
-    if jnp.issubdtype(leaf.dtype, jnp.floating):
-        return summed.astype(leaf.dtype)
-    found = lax.bitcast_convert_type(summed.astype(jnp.uint16), _integers(leaf).dtype)
+def _parts(leaf: jax.Array) -> jax.Array:
+    """The numbers that a leaf consists of: both parts if complex, the bytes of integers."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(found, impl=jax.random.key_impl(leaf))
-    return found.astype(leaf.dtype)
+        return _parts(jax.random.key_data(leaf))
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        return jnp.stack([leaf.real, leaf.imag])
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf
+    words = leaf if leaf.dtype.itemsize >= _WORD else leaf.astype(jnp.int32)
+    return jnp.stack([words >> 8 * at & 255 for at in range(words.dtype.itemsize)])
+
+
+def _whole(leaf: jax.Array, parts: jax.Array) -> jax.Array:
+    """The leaf, whose value is replaced by that of its parts or of their sums."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = _whole(jax.random.key_data(leaf), parts)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        return lax.complex(parts[0], parts[1]).astype(leaf.dtype)
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        return parts.astype(leaf.dtype)
+    words = parts.astype(leaf.dtype if leaf.dtype.itemsize >= _WORD else jnp.int32)
+    placed = jnp.stack([word << 8 * at for at, word in enumerate(words)])
+    return placed.sum(0, dtype=words.dtype).astype(leaf.dtype)
 
 
 def _wide(plan: XlaPlan, value: Any) -> Any:
     """The dtype in which values of this dtype are summed."""
     if jnp.issubdtype(value.dtype, jnp.integer):
         return jnp.promote_types(value.dtype, jnp.int32)
-    dtypes = {array.dtypes.accumulate for array in plan.table.arrays}
-    return jnp.float64 if "float64" in dtypes else jnp.float32
+    dtypes = (array.dtypes.accumulate for array in plan.table.arrays)
+    return jnp.result_type(value.dtype, jnp.float32, *map(str, dtypes))
 
 
 def _squares(plan: XlaPlan, grads: Sequence[jax.Array]) -> list[jax.Array]:
@@ -642,41 +634,36 @@ def _checked(found: Any, variables: Any, *, new: bool) -> Sums:
         size = f" of {len(found)}" if isinstance(found, tuple) else ""
         raise _wrong(type(found).__name__ + size)
     total, count, metrics, changed = (*found, None, None)[:4]
-    for what, value in (("total", total), ("count", count)):
-        if not isinstance(value, int | float | np.generic | np.ndarray | jax.Array):
-            raise _wrong(f"a {what} that is a {type(value).__name__}")
-        if jnp.ndim(value):
-            raise _wrong(f"a {what} of shape {jnp.shape(value)}")
     if not isinstance(metrics, Mapping | None):
         raise _wrong(f"metrics that are a {type(metrics).__name__}")
     if taken := [name for name in RESERVED if name in (metrics or ())]:
         raise _wrong(f"metrics with the name {taken[0]!r}, which the step uses")
-    total = jnp.asarray(total)
-    if not jnp.issubdtype(total.dtype, jnp.floating):
-        raise _wrong(f"a total of {total.dtype}")
-    metrics = None if metrics is None else jax.tree.map(_number, dict(metrics))
-    if jnp.asarray(count).dtype == bool:
-        raise _wrong("a count of bool")
-    changed = _like(variables, changed) if new else None
-    return Sums(total, _number(count), metrics, changed)
+    total = _sum("total", total, (jnp.floating,))
+    count = _sum("count", count, (jnp.floating, jnp.integer))
+    if metrics is not None:
+        of_metrics = partial(_sum, "metric", kinds=(jnp.floating, jnp.integer, jnp.bool_))
+        metrics = jax.tree.map(of_metrics, dict(metrics))
+    return Sums(total, count, metrics, _like(variables, changed) if new else None)
 
 
-def _number(value: Any) -> jax.Array:
-    """A count or metric in a dtype in which the sums of devices and micro-batches fit."""
-    value = jnp.asarray(value)
-    if not any(jnp.issubdtype(value.dtype, kind) for kind in (bool, jnp.integer, jnp.floating)):
-        raise _wrong(f"a count or metrics of {value.dtype}")
+def _sum(what: str, value: Any, kinds: tuple[Any, ...]) -> jax.Array:
+    """A number in a dtype in which the sums of devices and micro-batches fit."""
+    try:
+        value = jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise _wrong(f"a {what} that is a {type(value).__name__}") from error
+    if not any(jnp.issubdtype(value.dtype, kind) for kind in kinds):
+        raise _wrong(f"a {what} of {value.dtype}")
+    if value.shape and what != "metric":
+        raise _wrong(f"a {what} of shape {value.shape}")
     return value.astype(jnp.promote_types(value.dtype, jnp.int32))
 
 
 def _like(old: Any, new: Any) -> Any:
-    if jax.tree.structure(old) != jax.tree.structure(new):
-        raise _wrong(
-            f"variables of another structure than it was given ({jax.tree.structure(old)})"
-        )
-    shapes = [tuple(jnp.shape(leaf) for leaf in jax.tree.leaves(tree)) for tree in (old, new)]
-    if shapes[0] != shapes[1]:
-        raise _wrong(f"variables of shapes {shapes[1]}; it was given {shapes[0]}")
+    """The new variables in the dtypes of the old ones."""
+    forms = [(jax.tree.structure(x), [*map(jnp.shape, jax.tree.leaves(x))]) for x in (old, new)]
+    if forms[0] != forms[1]:
+        raise _wrong(f"variables of the form {forms[1]}; it was given {forms[0]}")
     return jax.tree.map(lambda a, b: jnp.asarray(b, getattr(a, "dtype", None)), old, new)
 
 

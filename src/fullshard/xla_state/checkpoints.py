@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fullshard.checkpoint.commit import Documents, Ranks
 from fullshard.checkpoint.files import Piece, TensorFile
-from fullshard.checkpoint.format import PLAN, STATE, Kind, key_of
+from fullshard.checkpoint.format import AVERAGE, PLAN, STATE, Kind, key_of
 from fullshard.checkpoint.read import Checkpoint, choose
 from fullshard.engine.folder import INDEX, ONE_FILE, FileNames, is_made_of
 from fullshard.engine.state import DTYPE_NAMES
@@ -45,6 +46,8 @@ from fullshard.xla.opt_state import Leaf, leaves_of
 from fullshard.xla.plan import REPLICATE, XlaPlan, named_leaves, own_shape, unpad
 from fullshard.xla.processes import agree, lead
 from fullshard.xla.step import State, scalar, with_optimizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,6 @@ def _flatten(plan: XlaPlan, array: ArrayPlan) -> Any:
 
 def _facts(state: State, step: int | None, extras: Extras) -> tuple[dict[str, Any], list[Piece]]:
     """state.json and the small tensors that it names."""
-    values = dict(extras.values)
     facts: dict[str, Any] = {"step": step, "world_size": jax.process_count(), "extra": {}}
     pieces: list[Piece] = []
 
@@ -166,7 +168,6 @@ def _facts(state: State, step: int | None, extras: Extras) -> tuple[dict[str, An
             if leaf.at is not None:
                 dtype_name(leaf.name, leaf.value)
         count = torch.tensor(float(state.step))
-        scalars = {name: {"step": count} for name in names}
         others = [(leaf.name, leaf.value) for leaf in leaves if leaf.at is None]
         table, own = leaf_pieces(OTHERS, others)
         pieces.extend(own)
@@ -174,12 +175,12 @@ def _facts(state: State, step: int | None, extras: Extras) -> tuple[dict[str, An
             "class": kind_of(leaves, words),
             "rules": list(state.rules),
             "groups": coded(GROUPS, list(groups)),
-            "scalars": coded(SCALARS, scalars),
+            "scalars": coded(SCALARS, {name: {"step": count} for name in names}),
             "others": table,
         }
     facts["variables"], own = leaf_pieces(VARIABLES, named_leaves(state.variables))
     pieces.extend(own)
-    facts["state"] = {name: coded(name, value) for name, value in values.items()}
+    facts["state"] = {name: coded(name, value) for name, value in extras.values.items()}
     return facts, pieces
 
 
@@ -205,14 +206,10 @@ def states_of(state: State) -> tuple[list[Leaf], dict[str, str]]:
     return leaves, {name: name.replace("/", "~") for name in names}
 
 
-def is_adamw(words: Mapping[str, str]) -> bool:
-    """Whether torch's AdamW has the same states."""
-    return set(words.values()) == set(STATE_NAMES.values())
-
-
 def kind_of(leaves: Sequence[Leaf], words: Mapping[str, str]) -> str:
     """The optimizer of torch that has the same states: AdamW, or SGD without momentum; or optax."""
-    return "AdamW" if is_adamw(words) else "optax" if leaves else "SGD"
+    is_adamw = set(words.values()) == set(STATE_NAMES.values())
+    return "AdamW" if is_adamw else "optax" if leaves else "SGD"
 
 
 def dtype_name(name: str, leaf: Any) -> str:
@@ -323,16 +320,19 @@ def _with_saved_optimizer(state: State, source: _Saved) -> State:
     kind, others = saved.get("class"), saved.get("others")
     rules = tuple(saved.get("rules", state.rules))  # torch and older checkpoints name none
     leaves, words = states_of(state)
-    has_states = any(
-        key.startswith(f"{Kind.OPTIMIZER}/") for key in source.checkpoint.index.tensors
-    )
+    names = {name for array in state.plan.trained_arrays for name in array.names()}
+    keys = (key.split("/", 1) for key in source.checkpoint.index.tensors)
+    pairs = (key.rsplit("/", 1) for kind, key in keys if kind == Kind.OPTIMIZER)
+    unread = {word for name, word in pairs if name in names} - {*words.values()}
+    if AVERAGE in unread and jax.process_index() == 0:
+        logger.info("the checkpoint's average of the weights is dropped")
     is_same = kind in ("optax", kind_of(leaves, words)) and rules == state.rules
-    if not is_same or (kind == "SGD" and has_states):
+    if not is_same or unread - {AVERAGE}:
         raise CheckpointError(
             f"{source.where}: expected the states of this optimizer "
             f"({', '.join([*state.rules, *sorted(words.values())]) or 'none'}); it has those of "
-            f"{', '.join([kind or 'none', *saved.get('rules', ())])}. Load only the parameters: "
-            "tx=None."
+            f"{', '.join([kind or 'none', *saved.get('rules', ()), *sorted(unread)])}. Load only "
+            "the parameters: tx=None."
         )
     found: list[Any] = []
     for leaf in leaves:
