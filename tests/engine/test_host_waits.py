@@ -160,3 +160,28 @@ def a_host_that_waits():
 
 def test_what_waits_is_seen():
     assert len(a_host_that_waits()) == 6
+
+
+class Crossing:
+    """A tensor of a GPU or of the host's memory; notes how it is copied."""
+
+    is_cuda = True
+
+    def __init__(self, noted):
+        self.noted = noted
+
+    def noting(self, *_, **how):
+        self.noted.append(how)
+        return self
+
+    to = copy_ = noting
+
+
+def test_numbers_cross_through_pinned_memory_and_are_not_waited_for(monkeypatch):
+    noted = []
+    tensor, pinned = Crossing(noted), {"pin_memory": True}
+    monkeypatch.setattr(torch, "tensor", lambda *_, dtype, **how: tensor.noting(**how))
+    monkeypatch.setattr(torch, "empty_like", lambda *_, device, **how: tensor.noting(**how))
+    norms.from_host([1.0], torch.device("cuda", 0))
+    norms.to_host(tensor)
+    assert noted == 2 * [pinned, {"non_blocking": True}]

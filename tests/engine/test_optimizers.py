@@ -302,8 +302,10 @@ def test_the_probe_is_where_the_parameters_are():
             seen.extend(p.device.type for group in self.param_groups for p in group["params"])
             return super().step(closure)
 
+    optimizer = Here([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    group, like = optimizer.param_groups[0], torch.empty(0, device="meta")
     with pytest.raises(RuntimeError, match="meta"):  # which has no values to compare
-        optimizers.probe(Here, {"lr": 0.1}, torch.empty(0, device="meta"))
+        optimizers.WATCHED._probe_once(optimizer, group, like)
     assert set(seen) == {"meta"}
 
 

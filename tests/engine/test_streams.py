@@ -162,7 +162,7 @@ GRID = [
             "reduction": reduction,
             **({"offload": "cpu"} if offload else {}),
             **({"param_dtype": "bf16", "reduce_dtype": "bf16"} if at % 3 == 0 else {}),
-            "forward_prefetch": 1 + at % 2,
+            "forward_prefetch": 1 + at // 3 % 2,
         },
         build,
         stream,

@@ -452,8 +452,7 @@ class GradientNorms:
             return
         if len(self._arriving) == MOST_ARRIVING:
             self.finish_checks()
-        copy = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
-        copy.copy_(values, non_blocking=True)
+        copy = to_host(values)
         self._arriving.append((device, device.event(), check, copy))
 
     def finish_checks(self) -> None:
@@ -611,6 +610,12 @@ def from_host(
     """(len(numbers),): copy numbers to a device without waiting for it."""
     held = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
     return held.to(device, non_blocking=True)
+
+
+def to_host(values: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to the host without waiting for its device; readable after a later event."""
+    copy = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
+    return copy.copy_(values, non_blocking=True)
 
 
 def replicas_hash(units: Sequence[Unit], mesh: Mesh, step: int) -> int:

@@ -19,6 +19,7 @@ from fullshard import loading, saving
 from fullshard.config.schema import SftConfig
 from fullshard.config.values import DType, GradSync
 from fullshard.engine.engine import engine_of
+from fullshard.engine.norms import to_host
 from fullshard.errors import ConfigError, DataError, DivergedError
 from fullshard.models.build import Adapters, model_on_meta, save_model, weights_folder
 from fullshard.models.generate import Sample, Sampler, SamplingSettings
@@ -119,8 +120,7 @@ class TorchTrainee(Trainee):
             optimizer.step()
         finally:
             del optimizer.found_inf
-        copy = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
-        copy.copy_(values, non_blocking=True)
+        copy = to_host(values)
         end = device.event()
 
         def read() -> list[float]:

@@ -53,3 +53,10 @@ def test_a_tensor_axis_divides_matmuls_and_leaves_norms_and_the_head_whole(run):
     whole = replace(run, mesh=Parallelism(4, tensor=2))
     assert step_times(whole).work < step_times(cut).work
     assert peak_memory(whole).kept < peak_memory(cut).kept
+
+
+def test_sums_over_replicas_hide_behind_backward(run):
+    """As the engine's do; alone they would delay a step by all of their time."""
+    one, two = on(run, shard=4), on(run, shard=4, replicate=2)
+    across = traffic(two)[2] - traffic(one)[2]
+    assert 0 < step_times(two).step - step_times(one).step < 0.5 * across
