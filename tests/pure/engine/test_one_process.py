@@ -40,9 +40,7 @@ def test_alone_every_shard_is_whole_and_keeps_its_shape():
     assert fs.num_parameters(model) == sum(param.numel() for param in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("shard", "own"), [(fs.shard, False), (fs.shard, True), (use_fsdp2, False), (use_fsdp2, True)]
-)
+@pytest.mark.parametrize(("shard", "own"), [(fs.shard, False), (fs.shard, True), (use_fsdp2, True)])
 def test_more_ranks_in_the_environment_than_in_the_group_are_an_error(monkeypatch, shard, own):
     variables = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     for name, value in variables.items():
@@ -62,6 +60,15 @@ def test_more_ranks_in_the_environment_than_in_the_group_are_an_error(monkeypatc
         "fs.shard, and leave RANK and WORLD_SIZE as they were set."
     )
     assert shard is not fs.shard or type(model.weight) is nn.Parameter
+
+
+def test_torchs_call_joins_the_launch_if_there_is_no_group(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    with pytest.raises(ConfigError, match="expected the address of rank 0"):
+        fully_shard(nn.Linear(3, 3))
 
 
 def test_one_rank_in_the_environment_needs_no_group(monkeypatch):
