@@ -282,6 +282,9 @@ def test_a_tensor_that_two_files_hold_is_refused(llama_folder):
     index.write_text(json.dumps({"weight_map": {**table, "other": "b.safetensors"}}))
     with pytest.raises(ConfigError, match=r"expected other only in .*b\.safetensors' lacks it"):
         check_weights_of(on_meta(make, "llama"), folder)
+    index.write_text(json.dumps({"weight_map": table | {min(one): "b.safetensors"}}))
+    with pytest.raises(ConfigError, match=f"expected {min(one)} in the file that .* names; got"):
+        fs.shard(on_meta(make, "llama"), weights=folder)
     save_file({name: value + 1 for name, value in stored.items()}, folder / "model.safetensors")
     model = fs.shard(on_meta(make, "llama"), weights=folder)  # which transformers would load, too
     got = fs.full_state_dict(model)["model.norm.weight"]

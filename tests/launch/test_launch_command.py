@@ -271,6 +271,7 @@ def test_a_hang_of_a_script_without_fullshard_is_named(launch, tmp_path):
         ),
         (["--nnodes", "2", "-m", "x"], "--master-addr, --master-port: expected both"),
         (["--nproc-per-node", "two", "-m", "x"], "--nproc-per-node: expected a number"),
+        (["--max-restarts", "-1", "-m", "x"], "--max-restarts: expected a number greater than"),
         (["--nproc-per-node", "gpu", "-m", "x"], "--nproc-per-node: expected a GPU on this"),
         (["--timeout", "-1", "-m", "x"], "--timeout: expected a number >= 1 and < 1,000,000,000;"),
         (["--log-dir", "/proc/no", "-m", "x"], "--log-dir: '/proc/no': expected a folder to write"),

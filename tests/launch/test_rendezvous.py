@@ -222,6 +222,24 @@ def test_a_name_that_no_host_can_have_is_named(rank, error, torchrun):
         rendezvous.init_process_group(timeout_s=0.5)
 
 
+def test_a_restart_reads_nothing_that_the_ranks_before_it_wrote(torchrun, monkeypatch):
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    monkeypatch.setattr(rendezvous.watchdog, "start", lambda *_: None)
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True)  # one for all attempts (--standalone)
+    found = []
+    for attempt in range(2):
+        more = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": attempt}
+        torchrun(port=agent.port, **more)
+        rendezvous.init_process_group(10.0)
+        found.append(_get_default_store().check(["ready"]))
+        rendezvous.published("ready", lambda: "yes")
+        found.append(_get_default_store().check(["ready"]))
+        rendezvous.shutdown()
+    assert found == [False, True, False, True]
+
+
 @pytest.fixture
 def gpus(monkeypatch):
     """`gpus(n)`: torch sees n GPUs; NCCL finds one of them shared. The devices that were set."""

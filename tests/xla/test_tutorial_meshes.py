@@ -242,3 +242,18 @@ def test_meshes_of_tpus_follow_their_network(devices):
             sum(abs(x - y) for x, y in zip(a, b, strict=True)) for a, b in itertools.pairwise(row)
         ]
         assert steps == [1, 1, 1]
+
+
+def apart():
+    mesh, plain = jax.make_mesh((8,), ("fsdp",)), fj.make_mesh(shard=8)
+    launch = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in launch.items():
+            patch.setenv(name, value)
+        for call in (lambda: fj.shard_fsdp({}, mesh=mesh), lambda: fj.plan({}, mesh=plain)):
+            with pytest.raises(ConfigError, match=r"2 ranks of torchrun, got 1; each would train"):
+                call()
+
+
+def test_a_process_that_jax_did_not_connect_to_its_launch_does_not_train_apart(devices):
+    devices(apart)

@@ -23,6 +23,7 @@ WaitFlag = Annotated[
 OutFlag = Annotated[
     Path | None, typer.Option(help="Folder for the results, as JSON and page.", file_okay=False)
 ]
+TimeLimit = Annotated[float, typer.Option(min=1, max=1e9)]
 
 app = typer.Typer(no_args_is_help=True, help="Compare fullshard with the peers that are installed.")
 
@@ -34,7 +35,7 @@ def step(  # noqa: PLR0913  (one parameter an option)
     rounds: Annotated[int, typer.Option(min=3)] = 11,
     memory: bool = True,
     wait: WaitFlag = False,
-    timeout: float = 1800.0,
+    timeout: TimeLimit = 1800.0,
     out: OutFlag = None,
     dry_run: DryRunFlag = False,
 ) -> Outcome:
@@ -75,7 +76,7 @@ def comm(  # noqa: PLR0913  (one parameter an option)
     mib: Annotated[list[int] | None, typer.Option(min=1)] = None,
     ranks: Annotated[list[int] | None, typer.Option(min=2)] = None,
     rounds: Annotated[int, typer.Option(min=3)] = 15,
-    timeout: float = 900.0,
+    timeout: TimeLimit = 900.0,
     wait: WaitFlag = False,
     out: OutFlag = None,
 ) -> Outcome:
@@ -107,7 +108,7 @@ def io(  # noqa: PLR0913  (one parameter an option)
     mib: Annotated[int, typer.Option(min=24)] = 768,
     ranks: Annotated[int, typer.Option(min=1)] = 2,
     rounds: Annotated[int, typer.Option(min=3)] = 7,
-    timeout: float = 1200.0,
+    timeout: TimeLimit = 1200.0,
     wait: WaitFlag = False,
     out: OutFlag = None,
 ) -> Outcome:
@@ -138,7 +139,7 @@ def io(  # noqa: PLR0913  (one parameter an option)
 def calibrate(
     ranks: Annotated[list[int] | None, typer.Option(min=1)] = None,
     tiny: Annotated[bool, typer.Option("--tiny")] = False,
-    timeout: float = 3600.0,
+    timeout: TimeLimit = 3600.0,
     wait: WaitFlag = False,
     out: Path | None = None,
 ) -> Outcome:

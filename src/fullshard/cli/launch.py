@@ -31,10 +31,10 @@ app = typer.Typer()
 _OWN_WORDS_FIRST = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
 
-def _named(*names: str) -> Any:
+def _named(*names: str, **more: Any) -> Any:
     """An option under torchrun's and Accelerate's names, with `-` and with `_`."""
     spelled = (n for name in names for n in (name, f"--{name[2:].replace('-', '_')}"))
-    return typer.Option(*dict.fromkeys(spelled))
+    return typer.Option(*dict.fromkeys(spelled), **more)
 
 
 @app.command(context_settings=_OWN_WORDS_FIRST)
@@ -48,7 +48,7 @@ def launch(  # noqa: PLR0913  (one parameter an option)
     node_rank: Annotated[int | None, _named("--node-rank", "--machine-rank")] = None,
     master_addr: Annotated[str | None, _named("--master-addr", "--main_process_ip")] = None,
     master_port: Annotated[int | None, _named("--master-port", "--main_process_port")] = None,
-    max_restarts: Annotated[int, _named("--max-restarts")] = 0,
+    max_restarts: Annotated[int, _named("--max-restarts", min=0)] = 0,
     config_file: Annotated[Path | None, _named("--config-file")] = None,
     standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,  # noqa: ARG001
     timeout: float | None = None,

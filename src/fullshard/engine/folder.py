@@ -205,7 +205,9 @@ class FolderWeights(FileNames):
         with ExitStack() as closing:
             at = {self._files[part] for part in parts}
             files = {file: closing.enter_context(self._open(file)) for file in at}
-            found = [files[self._files[part]].get_slice(part) for part in parts]
+            expected = f"{names[0]} in the file that {INDEX} names"
+            with untrusted(f"weights: {self.folder}", expected, ConfigError):
+                found = [files[self._files[part]].get_slice(part) for part in parts]
             shapes: list[tuple[int, ...]] = [tuple(one.get_shape()) for one in found]
             coded = next((kind for one in found if (kind := one.get_dtype()) not in _VALUES), None)
             if coded is not None:

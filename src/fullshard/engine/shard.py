@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.config.environment import read_launch_environment
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import TransportKind, WrapKind
 from fullshard.engine._torch_compat import plain, storage_key
@@ -87,7 +88,7 @@ def shard_model(
     Args:
         model: A model with whole parameters on one device, equal on all ranks; or on meta.
         config: The configuration.
-        topology: Number and order of ranks; checked against the process group.
+        topology: Number and order of ranks.
         recorder: Records every event.
         given: Sample, weights and overrides.
 
@@ -106,7 +107,7 @@ def shard_model(
         _refuse_parts(model)
     device = compute_device(model)
     if config.transport is not TransportKind.FAKE and not given.alone:
-        _check_world(topology)
+        _check_world()
     mesh = mesh_of(config, topology)
     experts = _meshes_of_experts(model, config, mesh)
     refuse_sample(given.sample, max(one.inner for one in (mesh, *experts.values())))
@@ -307,14 +308,20 @@ def _free_deleted(plan: Plan) -> None:
         gc.collect()
 
 
-def _check_world(topology: Topology) -> None:
-    initialized = dist.is_initialized()
-    have = dist.get_world_size() if initialized else 1
-    if have != topology.world_size:
+def _check_world() -> None:
+    """Checks that this rank does not train apart from the others of its launch.
+
+    Raises:
+        ConfigError: The launch has more ranks than the process group.
+    """
+    have = dist.get_world_size() if dist.is_initialized() else 0
+    launch = read_launch_environment()
+    if launch is not None and launch.world_size > max(have, 1):
         raise ConfigError(
-            f"WORLD_SIZE: expected a process group of {topology.world_size} ranks; there is "
-            f"{'one of ' + str(have) if initialized else 'none'}. Call "
-            "torch.distributed.init_process_group before fs.shard."
+            f"WORLD_SIZE: expected a process group of the {launch.world_size} ranks of "
+            f"{launch.launcher}; there is {f'one of {have}' if have else 'none'}. Call "
+            "torch.distributed.init_process_group before fs.shard, and leave RANK and WORLD_SIZE "
+            "as they were set."
         )
 
 

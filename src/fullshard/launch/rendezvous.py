@@ -72,6 +72,7 @@ def init_process_group(timeout_s: float = 600.0, log_dir: Path | None = None) ->
     """
     import torch
     import torch.distributed as dist
+    from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.rendezvous import rendezvous
 
     launch = read_launch_environment()
@@ -87,6 +88,8 @@ def init_process_group(timeout_s: float = 600.0, log_dir: Path | None = None) ->
         if store is None:
             store, *_ = next(rendezvous("env://", launch.rank, size, timeout=timeout))
             store.add(JOINED, 1)
+        # torchrun's store may outlive a restart, with the addresses of ranks that are gone.
+        store = PrefixStore(f"fullshard/attempt_{launch.attempt}", store)
         timeout += timedelta(seconds=TIMEOUT_MARGIN_S)
         store.set_timeout(timeout)
         place: Any = {"store": store, "rank": launch.rank, "world_size": size}

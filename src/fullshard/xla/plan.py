@@ -16,6 +16,7 @@ from jax.experimental.mesh_utils import create_device_mesh, create_hybrid_device
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.sharding import Mesh as DeviceMesh
 
+from fullshard.config.environment import read_launch_environment
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
 from fullshard.config.values import Backend, DType, Strategy, did_you_mean
@@ -114,7 +115,18 @@ def _by_network(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
 
 
 def with_auto_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """Returns the mesh with axes of type Auto, which XLA's partitioner shards over."""
+    """Returns the mesh with axes of type Auto, which XLA's partitioner shards over.
+
+    Raises:
+        ConfigError: jax does not know all ranks of the launch.
+    """
+    launch = read_launch_environment()
+    if launch is not None and launch.world_size > jax.process_count():
+        raise ConfigError(
+            f"WORLD_SIZE: expected jax to know the {launch.world_size} ranks of {launch.launcher}, "
+            f"got {jax.process_count()}; each would train alone. Call jax.distributed.initialize "
+            "before any other use of jax, with one address on all ranks."
+        )
     auto = (AxisType.Auto,) * len(mesh.axis_names)
     return DeviceMesh(mesh.devices, mesh.axis_names, axis_types=auto)
 

@@ -2,12 +2,19 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fullshard as fs
+from fullshard.compat.fsdp2 import fully_shard
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import ConfigError
 from support.scripts import Run, differences, train
+
+
+def use_fsdp2(model):
+    """Shards by torch's call, which makes the engine in the first forward."""
+    fully_shard(model)(torch.ones(2, 3))
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
@@ -33,18 +40,35 @@ def test_alone_every_shard_is_whole_and_keeps_its_shape():
     assert fs.num_parameters(model) == sum(param.numel() for param in model.parameters())
 
 
-def test_more_ranks_in_the_environment_than_in_the_group_are_an_error(monkeypatch):
+@pytest.mark.parametrize(("shard", "own"), [(fs.shard, False), (fs.shard, True), (use_fsdp2, True)])
+def test_more_ranks_in_the_environment_than_in_the_group_are_an_error(monkeypatch, shard, own):
     variables = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     model = nn.Linear(3, 3)
-    with pytest.raises(ConfigError) as caught:
-        fs.shard(model)
+    if own:  # of this rank alone
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigError) as caught:
+            shard(model)
+    finally:
+        if own:
+            dist.destroy_process_group()
     assert str(caught.value) == (
-        "WORLD_SIZE: expected a process group of 4 ranks; there is none. Call "
-        "torch.distributed.init_process_group before fs.shard."
+        "WORLD_SIZE: expected a process group of the 4 ranks of torchrun; there is "
+        f"{'one of 1' if own else 'none'}. Call torch.distributed.init_process_group before "
+        "fs.shard, and leave RANK and WORLD_SIZE as they were set."
     )
-    assert type(model.weight) is nn.Parameter
+    assert shard is not fs.shard or type(model.weight) is nn.Parameter
+
+
+def test_torchs_call_joins_the_launch_if_there_is_no_group(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    with pytest.raises(ConfigError, match="expected the address of rank 0"):
+        fully_shard(nn.Linear(3, 3))
 
 
 def test_one_rank_in_the_environment_needs_no_group(monkeypatch):

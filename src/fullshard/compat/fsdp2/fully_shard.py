@@ -64,6 +64,7 @@ from fullshard.engine.model_spec import NEVER_CALLED
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import cast_output
 from fullshard.engine.state import unsharded
+from fullshard.launch.rendezvous import init_process_group
 from fullshard.planner.events import Sync
 from fullshard.planner.mesh import order_of
 from fullshard.transport.groups import backend_for
@@ -352,6 +353,8 @@ def fully_shard(
     given = list(module) if isinstance(module, list | tuple) else [module]
     modules = [getattr(one, "_orig_mod", one) for one in given]  # inside of torch.compile(module)
     mesh = mesh if dp_mesh_dims is None else _data_parallel(mesh, dp_mesh_dims)
+    if mesh is None:
+        init_process_group()  # as torch's, if a launcher started this process
     sizes = _sizes(mesh)
     _check_reshard(reshard_after_forward, sizes)
     ignored = {id(param) for param in ignored_params or ()}

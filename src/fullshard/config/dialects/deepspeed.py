@@ -49,7 +49,9 @@ def stage(value: object, said: Said) -> Meaning:
 
 
 def _zero(value: object, said: Said) -> Meaning:
-    """`zero_optimization: true` is stage 1."""
+    """`zero_optimization: true` is stage 1; `{}` has no stage."""
+    if is_empty(value):
+        return Meaning(Status.NO_EFFECT, "it has no stage: sharding.strategy decides")
     return stage("1" if to_flag(value) else "0", said)
 
 
