@@ -307,7 +307,7 @@ class StepOptions:
     """How to measure.
 
     Attributes:
-        timeout_s: Limit for one group of ranks.
+        timeout_s: Seconds after which a rank that others wait for is stuck.
     """
 
     num_rounds: int = 11
