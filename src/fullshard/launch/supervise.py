@@ -110,7 +110,7 @@ class Supervisor:
     positions: Callable[[], list[str]]
 
     def __post_init__(self) -> None:
-        self._kills = _num_kills()
+        self._kills = num_kills()
 
     def watch(self, caught: list[int]) -> LaunchResult:
         """Returns once every rank has ended."""
@@ -173,7 +173,7 @@ class Supervisor:
         status = rank.status or 0
         message = f"rank {rank.rank}: expected to reach its end, but it {describe_status(status)}"
         kind, code = ("RankExit", status) if status > 0 else ("HangError", int(ExitCode.HANG))
-        if status == -signal.SIGKILL and _num_kills() > self._kills:
+        if status == -signal.SIGKILL and num_kills() > self._kills:
             kind, code = "OutOfMemoryError", int(ExitCode.OUT_OF_MEMORY)
             message += f" because memory ran out. The processes need more than {limit()}. {CURE}"
         message += "."
@@ -223,7 +223,7 @@ CURE = (
 )
 
 
-def _num_kills() -> int:
+def num_kills() -> int:
     """How many processes the kernel has killed for memory, of this machine or of our groups."""
     found: list[str] = []
     for file in (_SYSTEM, *kill_counters()):
