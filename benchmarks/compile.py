@@ -96,7 +96,7 @@ def main(  # noqa: PLR0913  (one parameter an option)
     case: Annotated[str, typer.Option(help="Case of bench step.")] = "29M",
     backend: Annotated[str, typer.Option(help="Backend of torch.compile.")] = "inductor",
     rounds: Annotated[int, typer.Option(min=3, help="Timed steps per engine.")] = 11,
-    timeout: Annotated[float, typer.Option(help="Seconds until a rank is stuck.")] = 1800.0,
+    timeout: Annotated[float, typer.Option(help="Time limit for all ranks, s.")] = 1800.0,
     wait: WaitFlag = False,
     out: OutFlag = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by run_script

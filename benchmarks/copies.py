@@ -110,7 +110,7 @@ def main(
         list[str] | None,
         typer.Option(help="Case of bench step; repeatable. Default: 109M, 109M-bf16."),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds until a rank is stuck.")] = 900.0,
+    timeout: Annotated[float, typer.Option(help="Time limit per group of ranks, s.")] = 900.0,
     out: OutFlag = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
 ) -> Outcome:

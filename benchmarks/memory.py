@@ -229,7 +229,7 @@ def main(
         list[str] | None,
         typer.Option(help="llama, gpt2, qwen3_moe ...; repeatable. Default: all ten."),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds until a rank is stuck.")] = 3600.0,
+    timeout: Annotated[float, typer.Option(help="Time limit per group of ranks, s.")] = 3600.0,
     out: OutFlag = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
 ) -> Outcome:

@@ -214,7 +214,7 @@ def main(  # noqa: PLR0913  (one parameter an option)
         float, typer.Option(min=0.01, help="Time of a block's forward over that of its gather.")
     ] = 1.1,
     rounds: Annotated[int, typer.Option(min=3, help="Timed steps per depth.")] = 11,
-    timeout: Annotated[float, typer.Option(help="Seconds until a rank is stuck.")] = 1800.0,
+    timeout: Annotated[float, typer.Option(help="Time limit for all ranks, s.")] = 1800.0,
     wait: WaitFlag = False,
     out: OutFlag = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by run_script

@@ -264,7 +264,7 @@ def _loss_errors(results: Sequence[Mapping[str, Any]]) -> list[str]:
 def main(
     case: Annotated[str, typer.Option(help="Model: 29M or tiny.")] = "29M",
     rounds: Annotated[int, typer.Option(min=2, help="Timed steps per engine.")] = 11,
-    timeout: Annotated[float, typer.Option(help="Seconds until a rank is stuck.")] = 900.0,
+    timeout: Annotated[float, typer.Option(help="Time limit for all ranks, s.")] = 900.0,
     wait: WaitFlag = False,
     out: OutFlag = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by run_script

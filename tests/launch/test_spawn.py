@@ -15,7 +15,7 @@ from fullshard.launch.rendezvous import LaunchStore
 from fullshard.launch.spawn import LocalLaunch, fork_server, launch_local_ranks
 from support import forked
 from support.launcher import run_local_ranks
-from support.processes import newest_child
+from support.processes import assert_all_end, newest_child, read_pids
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,13 +25,14 @@ def run(tmp_path, monkeypatch):
     """`run(what, *args, ranks=2)` launches a job of support/launch_job.py."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
-    def run(what, *args, ranks=2, server=None):
+    def run(what, *args, ranks=2, timeout_s=60.0, server=None):
         with forked.launching():
             return run_local_ranks(
                 "support.launch_job",
                 [what, *map(str, args)],
                 num_processes=ranks,
                 log_dir=tmp_path / "logs",
+                timeout_s=timeout_s,
                 server=server,
             )
 
@@ -203,7 +204,7 @@ def test_a_store_that_cannot_be_served_ends_the_launch(run, tmp_path, monkeypatc
     monkeypatch.setattr(LaunchStore, "serve", serve)
     monkeypatch.setattr(supervise.Supervisor.end_all, "__defaults__", (1.0,))  # of patience
     with pytest.raises(OSError, match="Too many open files"):
-        run("meet", tmp_path)
+        run("meet", tmp_path, timeout_s=20.0)
 
 
 def test_a_full_temporary_folder_does_not_hide_the_cause(run, monkeypatch, capfd):
@@ -227,6 +228,18 @@ def test_a_rank_that_ignores_sigterm_is_killed(run, tmp_path, monkeypatch):
     started = time.monotonic()
     assert run("ignore_sigterm", tmp_path) == 1
     assert time.monotonic() - started < 60
+
+
+def test_ranks_that_do_not_end_in_time_are_shown_by_their_stacks(run, capfd):
+    assert run("sleep_by_a_name_of_its_own", timeout_s=1.0) == 5
+    err = capfd.readouterr().err
+    assert "HangError: run: expected all ranks to end within 1 s, but rank 0, rank 1 did" in err
+    assert err.count("in sleep_by_a_name_of_its_own") == 2
+
+
+def test_processes_that_a_rank_started_end_with_it(run, tmp_path):
+    assert run("fork_and_sleep", tmp_path, timeout_s=1.5) == 5
+    assert_all_end(read_pids(tmp_path, 2))
 
 
 def test_a_launch_leaves_no_folder_and_no_handler_behind(run, tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ def run(tmp_path, monkeypatch, capfd):
 
     def run(fault, *transport):
         words, logs = (fault, *transport), tmp_path / "logs"
-        launch = LocalLaunch("support.hang_job", words, 2, logs, stuck_s=5.0)
+        launch = LocalLaunch("support.hang_job", words, 2, logs, timeout_s=100.0, stuck_s=5.0)
         result = launch_local_ranks(launch)
         ended = time.time()
         print_failure(launch, result)

@@ -222,6 +222,11 @@ def deaf(folder):
     fork_and_sleep(folder)
 
 
+def sleep_by_a_name_of_its_own():
+    """Hang."""
+    time.sleep(600)
+
+
 def fail_to_save():
     """Fail with a typed error of its own while being interrupted."""
     from fullshard.errors import CheckpointError

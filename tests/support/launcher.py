@@ -15,9 +15,9 @@ from fullshard.launch import supervise
 from fullshard.launch.spawn import LocalLaunch, fork_server, launch_local_ranks, print_failure
 
 
-def run_local_ranks(module, args=(), *, num_processes, log_dir, server=None) -> int:
+def run_local_ranks(module, args=(), *, num_processes, log_dir, timeout_s=None, server=None) -> int:
     """Runs a module on local ranks, prints the first failure, and returns the exit code."""
-    launch = LocalLaunch(module, tuple(args), num_processes, log_dir, server=server)
+    launch = LocalLaunch(module, tuple(args), num_processes, log_dir, timeout_s, server=server)
     result = launch_local_ranks(launch)
     print_failure(launch, result)
     return result.exit_code

@@ -76,7 +76,7 @@ def run_ranks(
         job: What to measure; any object that can be pickled.
         num_ranks: Local ranks.
         what: Names the group in an error, as in "bench step: the ranks of 29M".
-        timeout_s: Seconds after which a rank that others wait for is stuck.
+        timeout_s: Limit for the whole group.
 
     Raises:
         FullshardError: A rank failed. Its own error is already on standard error.

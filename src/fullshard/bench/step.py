@@ -307,7 +307,7 @@ class StepOptions:
     """How to measure.
 
     Attributes:
-        timeout_s: Seconds after which a rank that others wait for is stuck.
+        timeout_s: Limit for one group of ranks.
     """
 
     num_rounds: int = 11

@@ -47,7 +47,7 @@ def step(  # noqa: PLR0913  (one parameter an option)
         rounds: Number of timed steps per engine.
         memory: Also run each engine alone to measure its memory.
         wait: see `WaitFlag`.
-        timeout: Seconds without progress after which a rank counts as stuck.
+        timeout: Time limit for one group of ranks, in seconds.
         out: see `OutFlag`.
         dry_run: see `DryRunFlag`.
     """
@@ -86,7 +86,7 @@ def comm(  # noqa: PLR0913  (one parameter an option)
         mib: Size of the flat buffer in MiB. Repeat for several. Default: 1, 16, 64.
         ranks: Number of local ranks. Repeat for several. Default: 2, 4.
         rounds: Number of timed repetitions per measurement.
-        timeout: Seconds without progress after which a rank counts as stuck.
+        timeout: Time limit for one group of ranks, in seconds.
         wait: see `WaitFlag`.
         out: see `OutFlag`.
     """
@@ -118,7 +118,7 @@ def io(  # noqa: PLR0913  (one parameter an option)
         mib: Size of the checkpoint in MiB.
         ranks: Number of local ranks.
         rounds: Number of timed repetitions per measurement.
-        timeout: Seconds without progress after which a rank counts as stuck.
+        timeout: Time limit for the whole command, in seconds.
         wait: see `WaitFlag`.
         out: see `OutFlag`.
     """
@@ -148,7 +148,7 @@ def calibrate(
         ranks: Number of local ranks that compute at the same time. Repeat for several. Default: 1,
             2, 4.
         tiny: Measure a few small sizes only, to test the command.
-        timeout: Seconds without progress after which a rank counts as stuck.
+        timeout: Time limit for one group of ranks, in seconds.
         wait: see `WaitFlag`.
         out: File to write. Default: the file that `fullshard plan` reads.
     """

@@ -29,7 +29,7 @@ from fullshard.launch.machine import describe_machine, describe_versions, existi
 
 GIB = 1 << 30
 MEASURE = f"{__name__}:measure"
-RANKS_S = 60.0  # without progress: ranks that import torch, connect and measure
+RANKS_S = 120.0  # for two ranks to import torch, connect and measure
 BUFFER_BYTES = 64 << 20
 ROUNDS = 5
 PACKAGES = (
@@ -164,7 +164,7 @@ def _memory(output_dir: Path) -> dict[str, int]:
 
 def _ranks(num_ranks: int) -> tuple[dict[str, Any], Finding]:
     """Starts ranks that measure the collectives; returns the result, or why it failed."""
-    _, result, found = call_on_ranks(MEASURE, num_ranks, num_ranks, RANKS_S)
+    _, result, found = call_on_ranks(MEASURE, num_ranks, num_ranks, RANKS_S, RANKS_S / 2)
     if result.failure is not None:
         says = f"{num_ranks} ranks failed: {result.failure.text}"
         do = "The first error is the cause; check the `variables` below"

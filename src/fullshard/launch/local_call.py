@@ -27,6 +27,7 @@ def call_on_ranks(
     function: str,
     job: object,
     num_ranks: int,
+    timeout_s: float | None = None,
     stuck_s: float = 600.0,
     *,
     on_cpu: bool = False,
@@ -37,6 +38,7 @@ def call_on_ranks(
         function: `module:function`, called with the job.
         job: Any object that can be pickled.
         num_ranks: Number of ranks.
+        timeout_s: Maximum duration; None: unlimited.
         stuck_s: Seconds after which a rank that others wait for is stuck.
         on_cpu: Hide the accelerators of this machine from the ranks.
 
@@ -47,7 +49,7 @@ def call_on_ranks(
         folder = Path(name)
         (folder / JOB_FILE).write_bytes(pickle.dumps(job))
         words = (function, name, *(["cpu"] if on_cpu else []))
-        launch = LocalLaunch(__name__, words, num_ranks, folder / "logs", stuck_s)
+        launch = LocalLaunch(__name__, words, num_ranks, folder / "logs", timeout_s, stuck_s)
         result = launch_local_ranks(launch)
         ranks = range(0 if result.exit_code else num_ranks)
         found = [pickle.loads(_result_file(folder, rank).read_bytes()) for rank in ranks]

@@ -198,6 +198,7 @@ class LocalLaunch:
         args: Its arguments, equal for every rank.
         num_processes: Number of ranks on this machine.
         log_dir: `<run's folder>/logs`; created if missing; existing logs are appended to.
+        timeout_s: Maximum duration of the launch; None: unlimited.
         stuck_s: Seconds after which a rank that others wait for is stuck (`launch.timeout`).
         machines: Number of machines, this one's number, and the address of machine 0.
         attempt: Number of earlier attempts of the same launch.
@@ -211,6 +212,7 @@ class LocalLaunch:
     args: tuple[str, ...]
     num_processes: int
     log_dir: Path
+    timeout_s: float | None = None
     stuck_s: float = 600.0
     machines: LaunchConfig = field(default_factory=LaunchConfig)
     attempt: int = 0
@@ -268,6 +270,7 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
         supervisor = Supervisor(
             ranks=ranks,
             folder=folder,
+            timeout_s=launch.timeout_s,
             on_failure=relay.muted.set,
             positions=partial(_positions, launch, store),
         )

@@ -1,7 +1,8 @@
 """Watches running ranks until all have ended, and ends all of them once one fails.
 
     watch --- all ended with 0 --------------------------------------> ok
-      |------ one failed ---> grace period for the others' reports --+-> SIGTERM, SIGKILL -> cause
+      |------ one failed ---> grace period for the others' reports -.
+      |------ time is up ---> every rank writes its stacks ---------+-> SIGTERM, SIGKILL -> cause
       `------ SIGINT, SIGTERM ---> forwarded; grace period to save -'
 
 Dead ranks are not reaped until the end, so that the system cannot reuse their process ids (which
@@ -30,6 +31,7 @@ from fullshard.launch.exit_codes import (
     first_cause,
 )
 from fullshard.launch.fork_server import Adopted
+from fullshard.observe.hang.watchdog import stacks_of
 from fullshard.observe.metrics import wait_until
 
 POLL_S = 0.05
@@ -100,12 +102,14 @@ class Supervisor:
     Attributes:
         ranks: Started processes, each the leader of its own process group.
         folder: Folder in which the ranks report failures.
+        timeout_s: Maximum duration of the launch; None: unlimited.
         on_failure: Called once, as soon as a rank has failed.
         positions: Returns the last known position of each rank, one line per rank.
     """
 
     ranks: Sequence[RankProcess]
     folder: LaunchFolder
+    timeout_s: float | None
     on_failure: Callable[[], None]
     positions: Callable[[], list[str]]
 
@@ -114,6 +118,7 @@ class Supervisor:
 
     def watch(self, caught: list[int]) -> LaunchResult:
         """Returns once every rank has ended."""
+        started = time.monotonic()
         while True:
             statuses = [rank.poll() for rank in self.ranks]
             if caught:
@@ -122,6 +127,8 @@ class Supervisor:
                 return self._fail()
             if None not in statuses:
                 return LaunchResult(ExitCode.OK)
+            if self.timeout_s is not None and time.monotonic() - started > self.timeout_s:
+                return self._hang(self.timeout_s)
             time.sleep(POLL_S)
 
     def end_all(self, patience_s: float = TERMINATE_S) -> None:
@@ -198,6 +205,21 @@ class Supervisor:
             cause = first_cause(failures)
             return LaunchResult(cause.exit_code, cause)
         return LaunchResult(exit_code_of_signal(caught[0]))
+
+    def _hang(self, timeout_s: float) -> LaunchResult:
+        """Reports the stacks of every rank as the failure."""
+        self.on_failure()
+        running = [rank for rank in self.ranks if rank.poll() is None]
+        names = ", ".join(f"rank {rank.rank}" for rank in running)
+        message = f"run: expected all ranks to end within {timeout_s:g} s, but {names} did not. "
+        message += "Their stacks:"
+        for rank in running:
+            stacks = stacks_of(rank.process.pid, rank.log)
+            message += f"\n---- rank {rank.rank} ----\n{stacks.rstrip()}"
+        self.end_all()
+        code = int(ExitCode.HANG)
+        failure = RankFailure(running[0].rank, "HangError", message, code, "", time.monotonic())
+        return LaunchResult(code, failure)
 
     def _wait(self, timeout_s: float, unless: Callable[[], bool] = lambda: False) -> None:
         def is_over() -> bool:
