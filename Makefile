@@ -39,7 +39,7 @@ RUFF_PATHS = $(wildcard src tests tools benchmarks examples docs)
 # Not the tests: they misspell on purpose.
 SPELLED = $(wildcard src tools benchmarks examples docs *.md) Makefile
 
-.PHONY: help setup train test test-long test-all test-tutorials test-peers test-slow test-torch test-wheel lint format bench bench-calibrate bench-comm bench-compile bench-copies bench-corpus bench-exact bench-gpu bench-head-loss bench-host bench-io bench-jax bench-limits bench-memory bench-mesh bench-nvme bench-scale bench-start bench-overlap bench-planner bench-time chaos distill-study long-parity gpu gpu-wheels docs screenshots clean
+.PHONY: help setup train test test-long test-all test-tutorials test-peers test-slow test-torch test-wheel lint format bench bench-calibrate bench-comm bench-compile bench-copies bench-corpus bench-disk-step bench-exact bench-gpu bench-head-loss bench-host bench-io bench-jax bench-limits bench-memory bench-mesh bench-nvme bench-scale bench-start bench-overlap bench-planner bench-time chaos distill-study long-parity gpu gpu-wheels docs screenshots clean
 
 help:
 	@echo "make setup      a virtual environment in $(VENV) with all that tests and lint need"
@@ -64,6 +64,7 @@ help:
 	@echo "make bench-corpus  much text: memory of each process, time, what a kill costs"
 	@echo "make bench-head-loss  the loss of a head in chunks beside torch's, TRL's and Liger's"
 	@echo "make bench-copies  bytes that a step's copies read and write, beside FSDP2's"
+	@echo "make bench-disk-step  a step with state on disk beside the disk (needs cgroups: root)"
 	@echo "make bench-gpu    blocks of Llama 3 8B on one GPU; GPU_PYTHON names a Python that sees it"
 	@echo "make bench-exact   the plan of XLA's engine beside XLA's own memory, eight Llamas"
 	@echo "make bench-host    the engine's host time a unit beside FSDP2's"
@@ -179,7 +180,7 @@ bench: $(VENV)/.stamp-setup
 bench-calibrate bench-comm bench-io: bench-%: $(VENV)/.stamp-setup
 	$(BIN)/fullshard bench $* $(ARGS)
 
-bench-compile bench-copies bench-corpus bench-exact bench-head-loss bench-host bench-jax bench-limits bench-memory bench-mesh bench-nvme bench-overlap bench-planner bench-scale bench-start bench-time: bench-%: $(VENV)/.stamp-setup
+bench-compile bench-copies bench-corpus bench-disk-step bench-exact bench-head-loss bench-host bench-jax bench-limits bench-memory bench-mesh bench-nvme bench-overlap bench-planner bench-scale bench-start bench-time: bench-%: $(VENV)/.stamp-setup
 	$(BIN)/python -m benchmarks.$(patsubst jax,xla,$(patsubst time,times,$(subst -,_,$*))) $(ARGS)
 
 bench-gpu:

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.command import JsonFlag, command_line, run_script
-from fullshard.bench.io import memory_group
+from benchmarks.disk_step import memory_group
 from fullshard.bench.page import Neighbours, Page
 from fullshard.cli.bench import OutFlag, say, show
 from fullshard.cli.outcome import Outcome

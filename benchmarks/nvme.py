@@ -25,7 +25,8 @@ from torch import nn
 
 import fullshard as fs
 from benchmarks.command import JsonFlag, command_line, run_script
-from fullshard.bench.io import MIB, STATE_PER_LAYER, WIDTH
+from benchmarks.disk_step import STATE_PER_LAYER
+from fullshard.bench.io import MIB, WIDTH
 from fullshard.bench.page import (
     Neighbours,
     Page,

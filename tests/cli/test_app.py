@@ -487,11 +487,3 @@ def test_variables_that_nothing_reads_are_said_by_the_first_rank(monkeypatch):
         *("FULLSHARD_LAUNCHER", "FULLSHARD_WORLDSIZE")
     ]
     assert "Did you mean 'FULLSHARD_WORLD_SIZE'?" in unknown_variables()[1]
-
-
-@pytest.mark.short(1)
-@pytest.mark.parametrize("name", ["TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG"])
-def test_a_variable_that_torch_refuses_is_named(name):
-    done = process(*COMMAND, "doctor", **{name: "nope"})
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert done.stderr.startswith(f"ConfigError: {name}: expected a value that torch knows. ")

@@ -1,8 +1,6 @@
 """Local ranks: they meet, their output goes where it should, and a failure ends them all."""
 
 import errno
-import fcntl
-import os
 import signal
 import tempfile
 import time
@@ -222,22 +220,6 @@ def test_a_vanished_private_folder_does_not_hide_the_cause(run, tmp_path, capfd)
     assert "rank 1 of 2 failed (exit code 2)" in err
     assert "ConfigError: what really happened" in err
     assert "Traceback" not in err
-
-
-def test_the_folder_of_a_killed_launcher_is_removed_by_the_next(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    abandoned, live = tmp_path / "fullshard-launch-a", tmp_path / "fullshard-launch-b"
-    older = tmp_path / "fullshard-launch-c"  # of a version that locked nothing: it may live
-    for folder in (abandoned, live, older):
-        folder.mkdir()
-        if folder is not older:
-            (folder / "lock").touch()
-        os.utime(folder, (1e9, 1e9))
-    held = os.open(live / "lock", os.O_RDWR)
-    fcntl.flock(held, fcntl.LOCK_EX)
-    assert run("exit_with", 0) == 0
-    os.close(held)
-    assert sorted(tmp_path.glob("fullshard-launch-*")) == [live, older]
 
 
 @pytest.mark.usefixtures("alone")

@@ -176,14 +176,12 @@ def test_a_buffer_above_the_data_is_one_pass_with_a_share_for_every_source(
 def test_another_tokenizer_is_other_data_though_the_first_part_has_none_of_its_tokens(
     tmp_path, tokenizer
 ):
-    found, other, written = sources(tmp_path, 300), *map(copy.deepcopy, (tokenizer, tokenizer))
+    found, other = sources(tmp_path, 300), copy.deepcopy(tokenizer)
     other.add_tokens(["zqzq"])
-    written.backend_tokenizer.enable_truncation(9)  # serialized otherwise, with the same tokens
-    first, again, changed, same = (
-        plan_of(make_dataset(found, STREAMED, one), 4, 1)
-        for one in (tokenizer, tokenizer, other, written)
+    first, same, changed = (
+        plan_of(make_dataset(found, STREAMED, one), 4, 1) for one in (tokenizer, tokenizer, other)
     )
-    assert first.data == again.data == same.data != changed.data
+    assert first.data == same.data != changed.data
     own = Resume(tmp_path, 4, in_place=True)
     check_data(own, {"data": first.data}, same)
     with pytest.raises(ConfigError, match=r"data\.path: expected the data of the run"):

@@ -54,7 +54,6 @@ from fullshard.data.tokenize import (
     Stream,
     TokenSettings,
     digest,
-    effect_of,
     encoder_of,
     numbers_tokenizer,
     pieces,
@@ -279,9 +278,8 @@ def _training_rows(
             sizes.append(stream.num_rows(number))
             if not sizes[-1]:
                 raise _too_few(source, 0, length)
-    effect = effect_of(tokenizer)
     checksums = [
-        [f"{stream.tokens(number, 0).checksum}:{digest([effect, asdict(one.how)])}"]
+        [f"{stream.tokens(number, 0).checksum}:{one.key}"]
         + [f"{s.file.name}:{s.start}:{s.stop}" for shard in one.shards for s in shard.spans]
         for number, one in enumerate(parts)
     ]

@@ -26,7 +26,6 @@ import logging
 import os
 import re
 import shutil
-import string
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -506,14 +505,6 @@ Tokens = npt.NDArray[np.integer]
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
 LONG_WORD = re.compile(r"\S{256}|\s{256}")
-# Characters that normalizers and pre-tokenizers treat specially.
-UNUSUAL = (
-    "I don't, WE'LL.  Two   blanks\u00a0one\r\nline\rline\n\n\tthe 1234567 3.14 "
-    "e\u0301\u00e9 \ufb01 \uff21 \u2018a\u2019 \u201cb\u201d \u2013\u2014\u2026 "
-    "\u00df\u1e9e\u0130\u0131 "
-    "\u6f22\u5b57\u304b\u3099 \u0e44\u0e17\u0e22 \u0645\u0631 \u200b\u200d\ufeff\x7f\x85\u2028 "
-    "\U0001f468\u200d\U0001f469 hello world the quick brown fox"
-)
 SMALLEST_VOCABULARY = NUM_BYTES + 1  # every byte, and the end of a text
 
 
@@ -609,20 +600,6 @@ def words_of(tokenizer: PreTrainedTokenizerBase) -> str:
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
         return backend.to_str()
     return repr(sorted(tokenizer.get_vocab().items())) + settings_of(tokenizer)
-
-
-def effect_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Checksum of a vocabulary and of the tokens of its own words.
-
-    `words_of` may differ after an update of the tokenizers library, although no token does.
-    """
-    words = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    probe = "\n".join([string.printable, UNUSUAL, *(word for word, _ in words)])
-    try:
-        made: Any = [list(ids) for ids in encoder_of(tokenizer)([*cut(probe)])]
-    except Exception as error:  # noqa: BLE001  tokenizers raises it for words it does not have
-        made = str(error)
-    return digest([words, made])
 
 
 def settings_of(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -36,7 +36,7 @@ PACKAGES = (
     *("fullshard", "torch", "numpy", "transformers", "tokenizers", "safetensors"),
     *("pydantic", "omegaconf", "typer", "accelerate", "deepspeed", "jax", "triton"),
 )
-OLDEST = {"torch": (2, 8), "transformers": (4, 56)}  # oldest supported releases
+OLDEST = {"torch": (2, 11), "transformers": (4, 56)}  # oldest supported releases
 
 
 class Health(StrEnum):

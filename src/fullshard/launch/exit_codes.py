@@ -180,9 +180,6 @@ _DISK_IS_FULL = re.compile(
 # In errors of the system, and of torch's store, where a process may open no more files.
 _NO_DESCRIPTOR = ("Too many open files", "Failed to init uv loop")
 
-# Values of variables that torch refuses while it is imported, and their variables.
-_VARIABLES = re.compile(r"Invalid log settings|The value of (TORCH_\w+) must be")
-
 # Errors of a disk or a mount that fails; they may pass, so a run is restarted.
 _FAILING = (errno.EIO, errno.ESTALE, errno.EREMOTEIO)
 _CAUSES = {signal.SIGBUS: " (a file that it reads was cut short, or a disk or /dev/shm is full)"}
@@ -234,12 +231,6 @@ def _of_surroundings(error: BaseException) -> FullshardError | None:
         return FullshardError(
             f"'{place}': expected a file system that works, got {error}. Check the disk or the "
             "mount, and start again; a run resumes from its last checkpoint."
-        )
-    if variable := _VARIABLES.search(str(error)):
-        said = " ".join(str(error).split("For more")[0].split()).rstrip(".")
-        return ConfigError(
-            f"{variable[1] or 'TORCH_LOGS'}: expected a value that torch knows. {said}. Correct "
-            "the variable, or unset it."
         )
     if not _DISK_IS_FULL.search(str(error)):
         return None

@@ -29,7 +29,6 @@ import os
 import re
 import select
 import selectors
-import shutil
 import socket
 import subprocess
 import sys
@@ -37,7 +36,6 @@ import tempfile
 import termios
 import textwrap
 import threading
-import time
 import tty
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -188,7 +186,6 @@ def _read(fd: int) -> bytes:
 
 ENTRY = "fullshard.launch.rank_entry"
 PREFIX = "fullshard-launch-"  # of the private folder in TMPDIR
-LOCK = "lock"  # in that folder, owned by its launcher
 LEAST_RANK_BYTES = 64 << 20  # a process that has imported torch needs more
 
 
@@ -266,7 +263,8 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
     host = (machines.num_machines > 1 and machines.main_process_ip) or LOOPBACK
     port = machines.main_process_port or 0  # 0: any free port
     store = LaunchStore(host, port, served_here=machines.machine_rank == 0)
-    with _private_folder(launch.log_dir) as folder:
+    with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as private:
+        folder = LaunchFolder(Path(private), launch.log_dir)
         relay = Relay(launch.log(launch.ranks[0]))
         ranks: list[RankProcess] = []
         supervisor = Supervisor(
@@ -312,32 +310,6 @@ def print_failure(launch: LocalLaunch, result: LaunchResult) -> None:
             lines.append(f"{when} it, rank {other.rank}: {other.type}: {summary}")
     sys.stderr.write("\n".join(lines) + "\n")
     sys.stderr.flush()
-
-
-@contextlib.contextmanager
-def _private_folder(log_dir: Path) -> Iterator[LaunchFolder]:
-    _remove_abandoned()
-    with (
-        tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name,
-        Path(name, LOCK).open("w") as held,
-    ):
-        with contextlib.suppress(OSError):
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield LaunchFolder(Path(name), log_dir)
-
-
-def _remove_abandoned() -> None:
-    """Removes folders of killed launchers, whose locks are free."""
-    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):
-            if path.stat().st_uid != os.getuid() or time.time() - path.stat().st_mtime < 60.0:
-                continue
-            descriptor = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(descriptor)
 
 
 def _environment(

@@ -21,8 +21,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import psutil
-
 from fullshard.config.host_memory import kill_counters, limit
 from fullshard.launch.exit_codes import (
     ExitCode,
@@ -116,13 +114,12 @@ class Supervisor:
     positions: Callable[[], list[str]]
 
     def __post_init__(self) -> None:
-        self._memory = MemoryWatch()
+        self._kills = num_kills()
 
     def watch(self, caught: list[int]) -> LaunchResult:
         """Returns once every rank has ended."""
         started = time.monotonic()
         while True:
-            self._memory.look()
             statuses = [rank.poll() for rank in self.ranks]
             if caught:
                 return self._stop(caught)
@@ -183,7 +180,7 @@ class Supervisor:
         status = rank.status or 0
         message = f"rank {rank.rank}: expected to reach its end, but it {describe_status(status)}"
         kind, code = ("RankExit", status) if status > 0 else ("HangError", int(ExitCode.HANG))
-        if status == -signal.SIGKILL and self._memory.ran_out():
+        if status == -signal.SIGKILL and num_kills() > self._kills:
             kind, code = "OutOfMemoryError", int(ExitCode.OUT_OF_MEMORY)
             message += f" because memory ran out. The processes need more than {limit()}. {CURE}"
         message += "."
@@ -241,8 +238,6 @@ def _last_lines(log: Path) -> list[str]:
 
 SYSTEM_KILLS = Path("/proc/vmstat")
 _COUNT = re.compile(r"^oom_kill (\d+)", re.MULTILINE)
-SAMPLE_S = 0.5
-LOW = 0.03  # share of memory: killers in user space, which no counter counts, act below it
 
 CURE = (
     "Reduce the memory per rank (batch, sequence length, model), start fewer ranks, move state "
@@ -250,31 +245,10 @@ CURE = (
 )
 
 
-class MemoryWatch:
-    """Counts the kernel's out-of-memory kills, and records when memory is low."""
-
-    def __init__(self) -> None:
-        self._counters = [SYSTEM_KILLS, *kill_counters()]
-        self._kills = self._count()
-        self._sampled = self._low = float("-inf")
-
-    def look(self) -> None:
-        """Samples free memory; call it often."""
-        now = time.monotonic()
-        if now - self._sampled < SAMPLE_S:
-            return
-        self._sampled = now
-        memory = psutil.virtual_memory()
-        if memory.available < LOW * memory.total:
-            self._low = now
-
-    def ran_out(self) -> bool:
-        """Whether low memory explains a SIGKILL that arrived just now."""
-        return self._count() > self._kills or time.monotonic() - self._low < 10.0
-
-    def _count(self) -> int:
-        found: list[str] = []
-        for file in self._counters:
-            with contextlib.suppress(OSError):
-                found += _COUNT.findall(file.read_text(encoding="utf-8"))
-        return sum(map(int, found))
+def num_kills() -> int:
+    """How many processes the kernel has killed for memory, of this machine or of our groups."""
+    found: list[str] = []
+    for file in (SYSTEM_KILLS, *kill_counters()):
+        with contextlib.suppress(OSError):
+            found += _COUNT.findall(file.read_text(encoding="utf-8"))
+    return sum(map(int, found))

@@ -22,7 +22,6 @@ from fullshard.observe.metrics import EvalRow, SaveRow, StepRow
 
 logger = logging.getLogger(__name__)
 
-QUEUED = 10_000  # rows
 POLL_S = 0.2
 CLOSE_S = 60.0
 
@@ -83,8 +82,7 @@ OPEN: Mapping[Tracker, Callable[[RunConfig, Path, int], tuple[Log, Close]]] = {
 class Trackers:
     """The trackers of a run, on rank 0.
 
-    A thread of their own opens, feeds and closes them, so training never waits for a server. Rows
-    that arrive faster than a tracker processes them are dropped and counted.
+    A thread of their own opens, feeds and closes them, so training never waits for a server.
 
     Args:
         config: Configuration of the run, with its trackers, their names and folders.
@@ -93,8 +91,7 @@ class Trackers:
     """
 
     def __init__(self, config: RunConfig, folder: Path, done: int) -> None:
-        self._rows: queue.Queue[StepRow | EvalRow | SaveRow] = queue.Queue(QUEUED)
-        self._num_lost = 0
+        self._rows: queue.SimpleQueue[StepRow | EvalRow | SaveRow] = queue.SimpleQueue()
         self._ended = Event()
         self._is_good = False
         self._thread: Thread | None = None
@@ -104,12 +101,8 @@ class Trackers:
 
     def write(self, row: StepRow | EvalRow | SaveRow) -> None:
         """Queues a row."""
-        if self._thread is None:
-            return
-        try:
-            self._rows.put_nowait(row)
-        except queue.Full:
-            self._num_lost += 1
+        if self._thread is not None:
+            self._rows.put(row)
 
     def close(self, *, is_good: bool) -> None:
         """Ends the run in all trackers; waits up to CLOSE_S seconds for queued rows.
@@ -124,9 +117,6 @@ class Trackers:
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             logger.warning("training.report_to: a tracker did not finish within %.0f s", CLOSE_S)
-        if self._num_lost:
-            lost = "training.report_to: %d rows were dropped because they arrived too fast"
-            logger.warning(lost, self._num_lost)
 
     def _serve(self, config: RunConfig, folder: Path, done: int) -> None:
         trackers: dict[Tracker, tuple[Log, Close]] = {}

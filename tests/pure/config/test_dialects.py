@@ -109,7 +109,6 @@ def test_fsdp_of_the_trainer_is_text_or_list_or_mapping(load, form, written, str
     [
         ("zero_optimization: true\nfp16: {enabled: true, initial_scale_power: 8}", True),
         ("zero_optimization: true\nfp16: {enabled: true, initial_scale_power: 16}", False),
-        ("zero_optimization: true\nfp16: {enabled: false, loss_scale_window: 100}", False),
         ("zero_optimization: true\nscheduler: {params: {last_batch_iteration: 7}}", True),
         ("zero_optimization: {}\ntrain_batch_size: 8", False),
         ("output_dir: x\ntorch_dtype: bfloat16", True),

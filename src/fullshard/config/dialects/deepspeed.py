@@ -16,14 +16,13 @@ from fullshard.config.dialects.rules import (
     happens,
     is_auto,
     is_empty,
-    is_neutral,
     mapping_of,
     rows,
     translated,
     unless,
     word_among,
 )
-from fullshard.config.fields import Rejected, means_same, to_flag, to_number
+from fullshard.config.fields import Rejected, to_flag, to_number
 from fullshard.config.values import words_of
 
 HOMES: Mapping[str, object] = {"none": None, "cpu": "cpu", "nvme": "nvme"}
@@ -110,25 +109,6 @@ def _autocast(value: object, said: Said) -> Meaning:
     return translated({"sharding.param_dtype": value}, "units compute in it")
 
 
-def _loss_scaling(default: object) -> Rule:
-    def rule(value: object, said: Said) -> Meaning:
-        is_off = means_same(said.get("enabled"), other=False)
-        kept = is_off or is_neutral(value, (default, "auto"))
-        why = "torch's GradScaler chooses and adapts the scale of the loss"
-        return Meaning(Status.NO_EFFECT if kept else Status.LOST, why)
-
-    return rule
-
-
-# DeepSpeed's defaults.
-_LOSS_SCALING = {
-    "initial_scale_power": 16,
-    "loss_scale_window": 1000,
-    "min_loss_scale": 1,
-    "hysteresis": 2,
-    "consecutive_hysteresis": False,
-}
-
 ZERO: Table = {
     **rows("ZERO"),
     "stage": stage,
@@ -143,7 +123,7 @@ DEEPSPEED: Table = {
     **rows("DEEPSPEED"),
     "zero_optimization": {"": _zero, **ZERO},
     "bf16": rows("BF16"),
-    "fp16": {**rows("FP16"), **{k: _loss_scaling(usual) for k, usual in _LOSS_SCALING.items()}},
+    "fp16": rows("FP16"),
     "torch_autocast": {"dtype": _autocast, **rows("AUTOCAST")},
     "data_types": rows("DATA_TYPES"),
     "tensor_parallel": AUTO_TP,
