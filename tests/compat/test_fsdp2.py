@@ -404,8 +404,8 @@ def test_the_next_forward_waits_for_the_optimizers_event():
     log: list[str] = []
     batch = torch.ones(2, 8, dtype=torch.int64)
     model(batch)
-    with patch.object(Runtime, "is_outermost", autospec=True) as begins:
-        begins.side_effect = lambda *_, **__: log.append("begins") or False
+    with patch.object(Runtime, "is_in_backward", autospec=True) as begins:
+        begins.side_effect = lambda *_, **__: log.append("begins")
         model.set_post_optim_event(Optimized(log))
         assert log == []
         model(batch)

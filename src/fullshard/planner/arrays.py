@@ -224,7 +224,8 @@ class ArraysPlan(PlanDocument):
                 )
         scalar = max(ITEMSIZE[array.dtypes.accumulate] for array in self.arrays)
         if self.mesh.num_copies > 1:
-            found[REDUCE] = found[REDUCE].plus(1, 4 * scalar)
+            # loss, norm and the bytes of a count that is as wide
+            found[REDUCE] = found[REDUCE].plus(1, (2 + scalar) * scalar)
         return found
 
     def forward_gathers(self, num_micro_batches: int = 1) -> Collectives:
