@@ -220,7 +220,7 @@ def stepped_variables():
     """Variables after a step that keeps them, as they were and as they are."""
     values = {
         "float8_e4m3fn": [1.5, -448.0],
-        "bfloat16": [3e38, -0.0],
+        "bfloat16": [3e38, -1.0],
         "int8": [-128, 127],
         "uint32": [2**32 - 1, 7],
         "bool": [True, False],
