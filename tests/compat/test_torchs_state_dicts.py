@@ -286,6 +286,25 @@ def written_on_one_rank(shard, _):
     yield model
 
 
+def read_inside_unshard(shard, _):
+    """What is written into the gathered parameters meanwhile is dropped."""
+    model, _ = start(shard)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    kept = [model.state_dict()["net2.bias"], optimizer.state_dict()["state"][3]["exp_avg"]]
+    step(model, optimizer)
+    model.unshard()
+    with torch.no_grad():
+        model.net2.bias.zero_()
+    shown = nn.Module()
+    for name, value in zip(("weight", "moment"), kept, strict=True):
+        shown.register_buffer(name, value.full_tensor())
+    model.reshard()
+    kept[0].mul_(2)
+    yield shown
+    yield model
+
+
 def views_that_are_kept(shard, folder):
     """Views of a dropped state dict are written by one rank after a forward; rows are read late."""
     model, optimizer = start(shard)
@@ -344,6 +363,7 @@ def test_a_state_dict_that_is_written_is_the_weights_as_torchs_is(tmp_path):
         changed_in_place,
         written_on_one_rank,
         read_beside_another,
+        read_inside_unshard,
         views_that_are_kept,
     ):
         ours, torchs = case(fully_shard, tmp_path), case(torchs_fully_shard, tmp_path)

@@ -240,6 +240,23 @@ def test_a_restart_reads_nothing_that_the_ranks_before_it_wrote(torchrun, monkey
     assert found == [False, True, False, True]
 
 
+def test_machines_that_count_their_own_restarts_meet_in_one_place(torchrun, monkeypatch):
+    """torchrun counts a failure where it happened, and restarts the other machines uncounted."""
+    import torch.distributed as dist
+
+    monkeypatch.setattr(rendezvous.watchdog, "start", lambda *_: None)
+    stores = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, store, **__: stores.append(store))
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    for rank, attempt in enumerate((0, 1)):
+        more = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": attempt}
+        torchrun(rank=rank, size=2, port=agent.port, **more)
+        agent.add(rendezvous.JOINED, 1)  # by the other rank
+        rendezvous.init_process_group(10.0)
+        stores[rank].set(str(rank), "")
+    assert all(store.check(["0", "1"]) for store in stores)
+
+
 @pytest.fixture
 def gpus(monkeypatch):
     """`gpus(n)`: torch sees n GPUs; NCCL finds one of them shared. The devices that were set."""

@@ -216,6 +216,31 @@ def test_tokens_are_counted_exactly_whatever_the_dtype_of_the_loss(devices, dtyp
     assert norm == pytest.approx(8**0.5 * 1e-2, rel=1e-2)
 
 
+def stepped_variables():
+    """Variables after a step that keeps them, as they were and as they are."""
+    values = {
+        "float8_e4m3fn": [1.5, -448.0],
+        "bfloat16": [3e38, -1.0],
+        "int8": [-128, 127],
+        "uint32": [2**32 - 1, 7],
+        "bool": [True, False],
+    }
+    given = {dtype: jnp.asarray(value, dtype) for dtype, value in values.items()}
+    plan, tx = fj.plan({"w": jnp.ones(8)}, None, fj.make_mesh(2, 4)), optax.sgd(0.1)
+
+    def loss(params, batch, variables):
+        return params["w"].sum() * batch.sum(), len(batch), None, variables
+
+    state = fj.shard(plan, {"w": jnp.ones(8)}, tx, given)
+    state, _ = fj.train_step(plan, loss, tx)(state, np.ones(8))
+    return [{k: (str(x.dtype), str(x)) for k, x in of.items()} for of in (given, state.variables)]
+
+
+def test_variables_of_every_kind_of_number_keep_their_values(devices):
+    given, found = devices(stepped_variables)
+    assert found == given
+
+
 def unmatched(said, wanted):
     pairs = zip(said, wanted, strict=True)
     return [text for text, pattern in pairs if not re.search(pattern, text)]

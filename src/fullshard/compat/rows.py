@@ -214,6 +214,11 @@ class Source:
         """Whether rows were written on this rank and not loaded."""
         return self.like._local_tensor._version != self.seen[1]
 
+    def whole(self) -> torch.Tensor:
+        """The full tensor; inside `unshard`, without what was written there. A collective."""
+        is_shown = self.shard is self.param and not self.is_sharded
+        return self.param.record.gather(None) if is_shown else self.shard.full_tensor()
+
     def load(self) -> None:
         """Writes rows of all ranks into the shard. A collective."""
         version = self.like._local_tensor._version  # another thread may go on writing
@@ -228,8 +233,6 @@ class Source:
         """Gathers the rows of the model if its shards have changed."""
         if self.norms.rows.get(id(self.shard)) is not self or not self.is_changed():
             return  # or it is a tensor before `model.half()`
-        if not self.is_sharded:
-            raise self.misuse("reshard() before rows of a changed state dict are read")
         if self.thread != threading.get_ident():
             raise self.misuse(
                 "rows of a state dict that are up to date, in a thread other than the one that "
@@ -265,9 +268,8 @@ def _sync(norms: Any, *, reads: bool = False) -> None:
         for one, (_, is_changed, num_used) in both:
             if not num_used:
                 del norms.rows[id(one.shard)]
-            elif is_changed and reads and one.is_sharded:
-                whole = one.shard.full_tensor()
-                one.take(own_rows(whole, one.like.device_mesh, one.mesh, one.rank))
+            elif is_changed and reads:
+                one.take(own_rows(one.whole(), one.like.device_mesh, one.mesh, one.rank))
             elif not is_changed:
                 one.see(one.seen[1])
 

@@ -69,6 +69,11 @@ class LaunchEnvironment:
     config_file: Path | None = None
 
     @property
+    def round(self) -> int:
+        """A number of restarts that is equal on all ranks: each machine counts its own."""
+        return self.attempt if self.local_world_size == self.world_size else 0
+
+    @property
     def first_serves(self) -> bool:
         """Whether rank 0 serves the store of the rendezvous, not the launcher."""
         has_agent = self.launcher is Launcher.TORCHRUN and self.run_id is not None

@@ -525,9 +525,10 @@ def _agree_on_frozen(runtime: Runtime) -> None:
     scheduler.follow(replace(order, backward=(*order.backward, *entered)))
 
 
-def _gather_whole(weak: weakref.ref[Member], local: torch.Tensor) -> torch.Tensor:
+def _gather_whole(weak: weakref.ref[Member], local: torch.Tensor | None) -> torch.Tensor:
     """Calls `member.gather_whole` with a weak reference to the model."""
-    return alive(weak, "full_tensor").gather_whole(local)
+    member = alive(weak, "full_tensor")
+    return member.gather_whole(member.local(member.group.master) if local is None else local)
 
 
 def _to_enter(engine: Engine, index: int) -> list[int]:

@@ -119,7 +119,7 @@ class GradientNorms:
         copied: Parameters whose averages it wrote before it copied or gathered them.
         edited: Parameters whose gradients it wrote.
         disk: The files with state of the model; None: its state is in memory.
-        rows: What rows in state dicts follow, by the shard's id; the same on all ranks.
+        rows: What rows in state dicts follow, by the shard's id; in one order on all ranks.
         waits: Whether gradients that `no_sync` deferred wait for a reduction.
         task: Id of the running backward, which will set gradients; -2: none.
     """

@@ -85,7 +85,8 @@ class ShardRecord(Elements):
         holders: (part, start, stop) of each part of the (local) tensor; the same on every rank.
         norms: Global norms of the model's gradients.
         home: The memory that has these elements.
-        gather: Gathers the full tensor from (n_local,) plain elements. A collective.
+        gather: Gathers the full tensor from (n_local,) plain elements; None: those of the
+            parameter. A collective.
         post_accumulate: The user's hooks, called with the reduced gradient.
         states: Allocates optimizer states; None if they are on the device of the parameter.
         compute: Returns the compute parameter if it shares memory with the whole parameter.
@@ -100,7 +101,7 @@ class ShardRecord(Elements):
     holders: Sequence[tuple[int, int, int]]
     norms: GradientNorms
     home: Home
-    gather: Callable[[torch.Tensor], torch.Tensor]
+    gather: Callable[..., torch.Tensor]
     post_accumulate: OrderedDict[int, Callable[[torch.Tensor], None]]
     states: Residence | None = None
     compute: Callable[[], nn.Parameter] | None = None

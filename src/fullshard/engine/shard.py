@@ -320,8 +320,9 @@ def _check_world() -> None:
         raise ConfigError(
             f"WORLD_SIZE: expected a process group of the {launch.world_size} ranks of "
             f"{launch.launcher}; there is {f'one of {have}' if have else 'none'}. Call "
-            "torch.distributed.init_process_group before fs.shard, and leave RANK and WORLD_SIZE "
-            "as they were set."
+            "torch.distributed.init_process_group before fs.shard for all of them. To train in "
+            "smaller groups on purpose, delete the launcher's variables, such as RANK and "
+            "WORLD_SIZE, from os.environ before."
         )
 
 

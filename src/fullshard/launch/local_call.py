@@ -65,7 +65,7 @@ def _main(function: str, folder: Path, *, on_cpu: bool) -> None:
         hide_accelerators()
     launch = read_launch_environment()
     assert launch is not None, "the launcher sets it"
-    rendezvous.init_process_group(launch.timeout_s or 600.0)
+    rendezvous.init_process_group()
     module, _, name = function.partition(":")
     job = pickle.loads((folder / JOB_FILE).read_bytes())
     result = getattr(importlib.import_module(module), name)(job)

@@ -57,14 +57,14 @@ _SERVED: list[LaunchStore] = []  # stores served by this process as rank 0 of an
 TIMEOUT_MARGIN_S = 60.0  # the watchdog reports before torch's timeout ends a rank
 
 
-def init_process_group(timeout_s: float = 600.0, log_dir: Path | None = None) -> None:
+def init_process_group(timeout_s: float | None = None, log_dir: Path | None = None) -> None:
     """Creates the default process group: gloo for CPUs, and NCCL if CUDA is visible.
 
     Do nothing if this process is not a rank, or if the group exists.
 
     Args:
         timeout_s: Seconds after which a rank that waits for its peers is stuck; the watchdog then
-            names the missing rank, before torch's own error.
+            names the missing rank, before torch's own error. None: the launch's value, or 600.
         log_dir: Folder of the watchdog's report.
 
     Raises:
@@ -78,6 +78,7 @@ def init_process_group(timeout_s: float = 600.0, log_dir: Path | None = None) ->
     launch = read_launch_environment()
     if launch is None or dist.is_initialized():
         return
+    timeout_s = timeout_s or launch.timeout_s or watchdog.DEFAULT_TIMEOUT_S
     backend, device = "gloo", None
     if torch.cuda.is_available():
         backend, device = "cpu:gloo,cuda:nccl", _cuda_device(launch)
@@ -89,7 +90,7 @@ def init_process_group(timeout_s: float = 600.0, log_dir: Path | None = None) ->
             store, *_ = next(rendezvous("env://", launch.rank, size, timeout=timeout))
             store.add(JOINED, 1)
         # torchrun's store may outlive a restart, with the addresses of ranks that are gone.
-        store = PrefixStore(f"fullshard/attempt_{launch.attempt}", store)
+        store = PrefixStore(f"fullshard/attempt_{launch.round}", store)
         timeout += timedelta(seconds=TIMEOUT_MARGIN_S)
         store.set_timeout(timeout)
         place: Any = {"store": store, "rank": launch.rank, "world_size": size}

@@ -534,7 +534,8 @@ def _wide(plan: XlaPlan, value: Any) -> Any:
     if jnp.issubdtype(value.dtype, jnp.integer):
         return jnp.promote_types(value.dtype, jnp.int32)
     dtypes = (array.dtypes.accumulate for array in plan.table.arrays)
-    return jnp.result_type(value.dtype, jnp.float32, *map(str, dtypes))
+    wide = jnp.result_type(jnp.float32, *map(str, dtypes))
+    return max(value.dtype, wide, key=lambda dtype: dtype.itemsize)  # jax promotes no float8
 
 
 def _squares(plan: XlaPlan, grads: Sequence[jax.Array]) -> list[jax.Array]:
