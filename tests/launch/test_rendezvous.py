@@ -295,6 +295,7 @@ def test_ranks_of_one_launcher_see_the_same_gpus(torchrun, gpus):
 )
 def test_each_gpu_that_cuda_visible_devices_shows_has_a_rank(shown, count, monkeypatch):
     """There are four. CUDA itself counts parts of them (MIG), and shows a process one."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if shown is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
