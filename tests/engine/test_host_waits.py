@@ -14,6 +14,7 @@ import fullshard as fs
 from fullshard.engine import engine, norms
 from fullshard.engine import step as stepping
 from fullshard.transport import groups, streams
+from support.grid import chequered
 from support.models import CHAIN
 from support.ranks import on_ranks
 
@@ -110,18 +111,15 @@ CLIPS = {
 }
 
 
-@pytest.mark.short(5)
-@pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"transport": "direct"},
-        {"transport": "direct", "param_dtype": "bf16", "reduce_dtype": "fp32"},
-        {"transport": "direct", "activation_checkpointing": "block"},
-        {"strategy": "no_shard", "transport": "direct"},
-    ],
-    ids=str,
-)
+SETTINGS = [
+    {"transport": "direct"},
+    {"transport": "direct", "param_dtype": "bf16", "reduce_dtype": "fp32"},
+    {"transport": "direct", "activation_checkpointing": "block"},
+    {"strategy": "no_shard", "transport": "direct"},
+]
+
+
+@pytest.mark.parametrize(("settings", "clip"), chequered(SETTINGS, CLIPS, every=4), ids=str)
 @on_ranks(2)
 def test_no_step_waits_for_its_device(settings, clip):
     case = CHAIN

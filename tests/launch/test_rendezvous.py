@@ -9,8 +9,10 @@ import time
 
 import pytest
 
+from fullshard.config.environment import LaunchEnvironment, Launcher
+from fullshard.config.schema import LaunchConfig
 from fullshard.errors import ConfigError, HangError
-from fullshard.launch import rendezvous
+from fullshard.launch import machine, rendezvous
 from fullshard.launch.exit_codes import SAVE_SIGNALS, Stopped, handled, raise_stopped
 from support import forked as subprocess
 from support.processes import free_port
@@ -297,6 +299,36 @@ def test_ranks_of_one_launcher_see_the_same_gpus(torchrun, gpus):
     gpus(1)
     with pytest.raises(ConfigError, match=r"torchrun: expected at most 1 ranks on.*got 2"):
         rendezvous.init_process_group(timeout_s=5.0)
+
+
+@pytest.mark.parametrize(
+    ("shown", "count"),
+    [
+        *((None, 4), ("", 0), ("-1", 0), ("none", 0), ("2", 1), ("3,1", 2), (" 0 , 2x", 2)),
+        *(("0,-1,2", 1), ("1,7,2", 1), ("0,0", 0)),
+        *(("GPU-b3", 1), ("GPU-b3,GPU-b0-1", 2), ("GPU-b3,GPU-b3", 0), ("GPU-b0,GPU-c", 1)),
+        *(("GPU-b", 0), ("MIG-b0/1/0,MIG-b0/2/0", 1)),
+    ],
+)
+def test_each_gpu_that_cuda_visible_devices_shows_has_a_rank(shown, count, monkeypatch):
+    """There are four. CUDA itself counts parts of them (MIG), and shows a process one."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if shown is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    gpus = {"_is_compiled": True, "_raw_device_count_nvml": 4}
+    gpus["_raw_device_uuid_nvml"] = [f"GPU-b{at}-1" for at in range(4)]
+    for name, known in gpus.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda known=known: known)
+    monkeypatch.setattr("torch._C._cuda_getDeviceCount", lambda: 1, raising=False)
+    chosen = []
+    monkeypatch.setattr("torch.cuda.set_device", chosen.append)
+    world_size = machine.configured_topology(LaunchConfig()).world_size
+    assert world_size == (count or machine.DEFAULT_PROCESSES)
+    for rank in range(count):
+        place = LaunchEnvironment(Launcher.FULLSHARD, rank, count, rank, count)
+        assert rendezvous._cuda_device(place) == chosen[-1]
+    assert [device.index for device in chosen] == list(range(count))
 
 
 def test_a_process_that_nobody_launched_has_no_group():

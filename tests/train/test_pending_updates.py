@@ -8,8 +8,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from fullshard.config.training import TrainingConfig
 from fullshard.errors import DivergedError, PreemptedError
 from fullshard.run.loop import Keeper
+from fullshard.run.optim import build_optimizer
 from fullshard.transport import streams
 from support.ragged import Rows, make_loop
 from support.ranks import on_ranks
@@ -54,7 +56,9 @@ class Saves(Keeper):
         return due
 
 
-def run(*, is_device=True, spoiled=(), skips=0, world_size=1, fused=True, **kept):
+def run(
+    *, is_device=True, spoiled=(), skips=0, world_size=1, fused=True, optim="adamw_torch", **kept
+):
     """Trains for some steps; returns what happened in order, the rows and the weights."""
     rank = torch.distributed.get_rank() if world_size > 1 else 0
     model, loop, recipe = make_loop(rank, world_size, 2, {}, rows := Rows())
@@ -70,7 +74,9 @@ def run(*, is_device=True, spoiled=(), skips=0, world_size=1, fused=True, **kept
 
     recipe.micro_batches, recipe.loss = noted, spoils
     loop.look_ahead = lambda _: None
-    loop.trainee.optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    loop.trainee.optimizer = build_optimizer(model, TrainingConfig(optim=optim))
+    for group in loop.trainee.optimizer.param_groups:
+        group["fused"] = fused
     settings = replace(loop.settings, num_steps=NUM_STEPS, max_skipped_steps=skips)
     loop.settings, loop.keeper = settings, Saves(seen, **kept)
     device = Device(seen)
@@ -82,8 +88,9 @@ def run(*, is_device=True, spoiled=(), skips=0, world_size=1, fused=True, **kept
     return seen, rows.steps, [param.full_tensor() for param in model.parameters()]
 
 
-def test_a_step_is_queued_before_the_step_before_it_is_awaited():
-    seen, rows, _ = run()
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd"])
+def test_a_step_is_queued_before_the_step_before_it_is_awaited(optim):
+    seen, rows, _ = run(optim=optim)
     order = [("step 1",), *((f"step {n}", f"waited for {n - 1}") for n in range(2, NUM_STEPS + 1))]
     assert seen == [*(it for pair in order for it in pair), "waited for 6", "saved 6"]
     assert [row.step for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -104,9 +111,10 @@ def test_a_run_stops_after_the_step_in_which_it_was_asked_to():
     assert [row.step for row in rows] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd"])
 @on_ranks(2)
-def test_a_device_trains_as_if_the_host_waited_and_leaves_out_what_is_not_finite():
-    settings = {"spoiled": (1, 4), "skips": 2, "world_size": 2}
+def test_a_device_trains_as_if_the_host_waited_and_leaves_out_what_is_not_finite(optim):
+    settings = {"spoiled": (1, 4), "skips": 2, "world_size": 2, "optim": optim}
     _, rows, weights = run(is_device=False, **settings)
     _, others, found = run(**settings)
     torch.testing.assert_close(found, weights, rtol=0, atol=0)

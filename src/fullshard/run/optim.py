@@ -51,7 +51,7 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.O
     adamw = partial(torch.optim.AdamW, lr=rate, betas=betas, eps=eps, fused=True)
     match training.optim:
         case Optimizer.SGD:
-            return torch.optim.SGD(groups, lr=rate)
+            return torch.optim.SGD(groups, lr=rate, fused=True)
         case Optimizer.ADAMW_TORCH | Optimizer.ADAMW_TORCH_FUSED:
             return adamw(groups)
         case Optimizer.MUON:

@@ -20,20 +20,7 @@ hook on the stream of its node: the stream of its forward for a node of the grap
 which the model was sharded for a parameter. A hook that is called on another stream runs on the
 step's stream, and each of the two streams waits for the other (`engine/streamed.py`).
 
-Which streams may access a buffer, and when:
-
-    slot              its gather writes it after all that the step has queued; the step reads it
-                      after waiting for the gather
-    gradient slot     the step writes it; the reduction reads it; the step writes it again after
-                      waiting for the reduction
-    receive buffer    the reduction writes it (in the gradient slot, or apart); the step reads it
-                      after waiting, and lends it again
-    shard             the step
-    sums              the step, after waiting for a sum over replicas that writes them
-    shard on a host   the host writes it; a copy reads it; the host waits for copies before it
-                      writes again
-    sums on a host    a copy writes them; the host waits for copies once, at the end of backward,
-                      before it reads or writes them
+docs/architecture.md lists the lifetime of each buffer, and which streams access it in which order.
 """
 
 from __future__ import annotations
