@@ -40,9 +40,11 @@ def kept(words):
     optimizer = build_optimizer(model, config.training)
     seen = [0]
     ids = torch.randint(100, (2, 16))
-    causal_lm_loss(model(input_ids=ids, use_cache=False).logits, ids)[0].backward()
-    with whole_parameters(lambda params: seen.append(bytes_with_gradients(params))):
-        optimizer.step()
+    for watch in (lambda _: None, lambda params: seen.append(bytes_with_gradients(params))):
+        optimizer.zero_grad()
+        causal_lm_loss(model(input_ids=ids, use_cache=False).logits, ids)[0].backward()
+        with whole_parameters(watch):  # the first step also has those of the probe
+            optimizer.step()
     if config.training.ema_decay is not None:
         Average(optimizer, config.training.ema_decay).update()
     states = [value for state in optimizer.state.values() for value in state.values()]
