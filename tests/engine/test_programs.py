@@ -660,23 +660,26 @@ def test_the_gradient_of_a_penalty_may_be_added_after_backward(setting):
 def evaluated_in_backwards(student, teacher, ranks):
     """A teacher that follows its student is evaluated in a hook, the student after backward."""
     seen, optimizer = [], torch.optim.SGD(student.parameters(), lr=0.5)
+    kept = teacher(batch(0, 0))  # a graph that waits for a backward, for which no forward runs
 
-    def look(model):
+    def look(model, *, trains=False):
         time.sleep(0.02 * dist.get_rank())  # the other rank may write meanwhile
-        with torch.no_grad():
+        with torch.set_grad_enabled(trains):
             seen.append(model(batch(dist.get_rank(), 7)))
 
     student.head.bias.register_post_accumulate_grad_hook(lambda _: look(student))
     for step in range(3):
         loss = torch.stack([square(student, batch(rank, step)) for rank in ranks]).mean()
         loss.register_hook(lambda _: look(teacher))
+        loss.register_hook(lambda _: look(teacher, trains=True))
         loss.backward()
+        seen[-2].mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
             for mean, param in zip(teacher.parameters(), student.parameters(), strict=True):
                 mean.lerp_(param, 0.5)
-    return torch.stack(seen)
+    return torch.stack([*seen, kept]).detach()
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

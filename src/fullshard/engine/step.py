@@ -76,6 +76,7 @@ from fullshard.engine.computed import Released
 from fullshard.engine.gradients import REENTRANT, Gradients, check_graph
 from fullshard.engine.norms import Count
 from fullshard.engine.parameter import Guarded
+from fullshard.engine.record import check_fresh
 from fullshard.engine.unit import Member, Unit, alive, is_reached
 from fullshard.errors import EngineError, HangError, SlotError
 from fullshard.planner.events import Event, EventKind, Recorder, Sync
@@ -197,6 +198,7 @@ class Runtime:
         if index in self._replaced:
             put_back(self._replaced.pop(index))
         if self.is_in_backward():
+            check_fresh(unit, self.gradients.home, self.num_followed)
             self._run(self.scheduler.enter_recompute(index))
             unit.wait()
             unit.versions.mark(is_open=True)
@@ -424,6 +426,7 @@ class Runtime:
         self._open(unit)
 
     def _open(self, unit: Unit) -> None:
+        check_fresh(unit, self.gradients.home, self.num_followed)
         if unit not in self._opened:
             unit.check_params()
             self._opened.add(unit)
