@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 import fullshard as fs
 from fullshard.engine import unit
 from fullshard.engine.engine import is_sharded
-from fullshard.errors import ShardedTensorError
+from fullshard.errors import EngineError, ShardedTensorError
 from support.grid import chequered
 from support.parity import unlike_gradients
 from support.programs import SETTINGS, WIDTH, Chain, Layer, batch, made, said_of, square
@@ -689,3 +689,22 @@ def test_an_evaluation_in_a_hook_of_a_backward_sees_what_was_written_before(sett
     models = [fs.shard(made(Chain), **settings) for _ in range(2)]
     ours = evaluated_in_backwards(*models, [dist.get_rank()])
     torch.testing.assert_close(ours, evaluated_in_backwards(made(Chain), made(Chain), range(2)))
+
+
+@pytest.mark.parametrize("setting", ["c10d", "shared"])
+@on_ranks(2)
+def test_a_write_inside_a_backward_that_would_read_it_is_refused(setting):
+    settings: dict[str, Any] = {"wrap": Chain.wrap, "poison": True, **SETTINGS[setting]}
+    model = fs.shard(made(Chain), **settings)
+
+    def write(_):
+        for p in model.parameters():
+            p.data.mul_(2)
+
+    def watch(_module, args):
+        args[0].register_hook(write)
+
+    model.head.register_forward_pre_hook(watch)
+    loss = square(model, batch(0, 0))
+    with pytest.raises(EngineError, match=r"expected a backward of .* that does not write"):
+        loss.backward()

@@ -352,7 +352,7 @@ class Runtime:
             hook.call(None)
         if torch.is_grad_enabled():
             casts = torch.is_autocast_enabled(self.gradients.norms.device.type)
-            awaits = self.awaits_backward()
+            awaits = any(use.task == -1 for use in self._uses)  # for a backward
             self._shares_casts = awaits and (casts or self._shares_casts)
             if not awaits:  # no live graph can share casts with this forward's
                 torch.clear_autocast_cache()
@@ -383,10 +383,6 @@ class Runtime:
                 if unit.swapped:
                     unit.check_writes()
                 unit.versions.see_writes()
-
-    def awaits_backward(self) -> bool:
-        """Whether there is a live graph whose backward has not begun."""
-        return any(use.task == -1 for use in self._uses)
 
     def has_graph(self) -> bool:
         """Whether there is a live graph that a backward may still read."""
