@@ -166,8 +166,8 @@ class Runtime:
         self._task = -1  # the running backward
         self._end: Callable[[], Any] = _nothing  # weak: its callback, while autograd has it
         self._nested = -1  # the backward inside it
-        # The last backward in which a forward began a step, and, while it runs, its callback.
-        self._outer, self._outer_end = -1, _nothing
+        self._outer = -1  # the running backward in which a forward began a step
+        self._outer_end: Callable[[], Any] = _nothing  # weak: its callback; None if it raised
         self._generation = 0  # forwards of the whole model so far
         self.num_followed = 0  # writes into shards, of `home.num_writes`, that units have followed
         self._replaced: dict[int, Undo] = {}  # attributes with copies of weights, by unit
@@ -342,9 +342,10 @@ class Runtime:
     def _begin_step(self, index: int, *, stale: bool) -> None:
         if self._task != -1 or self.stack or any(unit.swapped for unit in self.units):
             self.close_interrupted()  # open since an exception; KeyboardInterrupt calls no hook
-        self._outer, end = graph_task_id(), partial(_nothing)
-        self._outer_end = ref(end)
+        self._outer = graph_task_id()
         if self._outer != -1:  # a backward inside it must reach no parameter
+            end = partial(setattr, self, "_outer", -1)
+            self._outer_end = ref(end)
             queue_callback(end)
         self._current = [None] * len(self.units)  # graphs alone keep uses alive from here on
         self._begin_hooks = [None] * len(self.units)
@@ -445,7 +446,8 @@ class Runtime:
         """
         if self._task != -1 and self._end() is None:
             self.reset()  # the last backward raised and never ended
-        if self._end() is not None or (self._outer_end() is not None and self._outer != task):
+        is_inside = self._outer not in (-1, task) and self._outer_end() is not None
+        if is_inside or self._end() is not None:
             self._check_nested(task)
         check_graph(self.cut_anew)
         if self._task != -1:
