@@ -48,7 +48,7 @@ from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.placing import Masters, Rings, cut_group
 from fullshard.engine.precision import cast_tensors
 from fullshard.engine.recompute import convert_reentrant
-from fullshard.engine.record import ShardRecord, address_of
+from fullshard.engine.record import ShardRecord, address_of, check_fresh
 from fullshard.engine.replicas import STEPS, check_replicas
 from fullshard.engine.step import Runtime
 from fullshard.engine.streamed import StreamedRuntime
@@ -318,8 +318,7 @@ class Engine:
         return output
 
     def _watch(self, index: int, module: nn.Module, _args: Any, output: Any) -> None:
-        if self.home.num_writes != self.runtime.num_followed and graph_task_id() == -1:
-            _check_fresh(self.units[index], module, self.runtime.num_followed)
+        check_fresh(self.units[index], self.home, self.runtime.num_followed, module)
         if torch.is_grad_enabled() and not self.unsharded:
             tensors = (output,) if type(output) is torch.Tensor else tensors_in(output)
             self.runtime.watch(index, tensors)
@@ -536,29 +535,6 @@ def _to_enter(engine: Engine, index: int) -> list[int]:
     closed = [at for at in engine.around[index] if not engine.units[at].swapped]
     engine.entered[index].append(closed)
     return [*closed, index]
-
-
-def _check_fresh(unit: Unit, module: nn.Module, num_followed: int) -> None:
-    """Check that no shard of a module was written after its unit's slot was filled.
-
-    Args:
-        unit: The unit.
-        module: A module of it, whose forward has read its parameters.
-        num_followed: Number of writes into shards that open units have followed.
-
-    Raises:
-        EngineError: One was; the slot has its old values, and other ranks may still write.
-    """
-    inside = {id(param) for param in module._parameters.values()}
-    for group in unit.groups:
-        for member in group.members if group.gathers or group.plan.shared else ():
-            if id(member.compute) in inside and member.param.record.last_write > num_followed:
-                raise EngineError(
-                    f"{member.piece.name}: expected a forward of {unit.plan.title} that does not "
-                    "write the shards that it reads; it wrote this shard, while the slot contains "
-                    "the old values. Write before the forward, or make the averaged module a unit "
-                    "of its own (wrap)."
-                )
 
 
 def _is_root(engine: Engine, index: int, module: nn.Module) -> bool:

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fullshard.engine._torch_compat import no_guard
+from fullshard.engine._torch_compat import graph_task_id, no_guard
 from fullshard.engine.guard import READ_NOTHING, misfit
+from fullshard.errors import EngineError
 from fullshard.planner.layout import Slice, clean_name
 
 if TYPE_CHECKING:
@@ -246,3 +247,31 @@ def take_along(param: Any, place: torch.Tensor) -> None:
             found.drop(tensor)
     found.move(place)
     param.shares = weakref.ref(found)
+
+
+def check_fresh(unit: Any, home: Home, num_followed: int, module: nn.Module | None = None) -> None:
+    """Check that no shard was written after its unit's slot was filled.
+
+    Args:
+        unit: The unit.
+        home: The memory of its shards.
+        num_followed: Number of writes into shards that slots have followed.
+        module: A module of it, whose forward has read its parameters; None: all will be read.
+
+    Raises:
+        EngineError: One was; the slot has its old values, and other ranks may still write.
+    """
+    if home.num_writes == num_followed:
+        return
+    what = "forward" if graph_task_id() == -1 else "backward"
+    inside = None if module is None else {id(param) for param in module._parameters.values()}
+    for group in unit.groups:
+        for member in group.members if group.gathers or group.plan.shared else ():
+            is_read = inside is None or id(member.compute) in inside
+            if is_read and member.param.record.last_write > num_followed:
+                raise EngineError(
+                    f"{member.piece.name}: expected a {what} of {unit.plan.title} that does not "
+                    "write the shards that it reads; it wrote this shard, while the slot contains "
+                    f"the old values. Write before the {what}, or make the averaged module a unit "
+                    "of its own (wrap)."
+                )

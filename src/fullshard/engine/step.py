@@ -33,8 +33,8 @@ raise an error.
 Forward code that runs inside its model's backward recomputes activations. It gathers on demand,
 keeps the gathered units, and neither prefetches nor watches outputs. The unit's hooks may be
 outside the recomputed code, so modules also see the compute parameters from pre-backward to the end
-of backward. A checkpoint around several models recomputes those whose graphs wait for a backward.
-Any other forward in a backward begins a step: a teacher's, or one in a post-accumulate hook.
+of backward. Any other forward in a backward begins a step: a teacher's, one in a post-accumulate
+hook, or the recompute of a model whose own backward has not begun (a checkpoint around several).
 
 [Note: a backward inside a backward]
 A hook may call `torch.autograd.grad`, as implicit layers do. Autograd finishes this inner backward
@@ -76,6 +76,7 @@ from fullshard.engine.computed import Released
 from fullshard.engine.gradients import REENTRANT, Gradients, check_graph
 from fullshard.engine.norms import Count
 from fullshard.engine.parameter import Guarded
+from fullshard.engine.record import check_fresh
 from fullshard.engine.unit import Member, Unit, alive, is_reached
 from fullshard.errors import EngineError, HangError, SlotError
 from fullshard.planner.events import Event, EventKind, Recorder, Sync
@@ -165,7 +166,8 @@ class Runtime:
         self._task = -1  # the running backward
         self._end: Callable[[], Any] = _nothing  # weak: its callback, while autograd has it
         self._nested = -1  # the backward inside it
-        self._recomputed = -1  # the backward in which forward code ran again
+        self._outer = -1  # the running backward in which a forward began a step
+        self._outer_end: Callable[[], Any] = _nothing  # weak: its callback; None if it raised
         self._generation = 0  # forwards of the whole model so far
         self.num_followed = 0  # writes into shards, of `home.num_writes`, that units have followed
         self._replaced: dict[int, Undo] = {}  # attributes with copies of weights, by unit
@@ -182,9 +184,7 @@ class Runtime:
 
     def is_in_backward(self) -> bool:
         """Whether forward code belongs to this model's backward. See [Note: recompute]."""
-        if graph_task_id() == -1 or (self._task != -1 and self._end() is not None):
-            return graph_task_id() != -1
-        return torch.is_grad_enabled() and not self.stack and self.awaits_backward()
+        return self._task != -1 and graph_task_id() != -1 and self._end() is not None
 
     def enter(self, index: int, *, is_outermost: bool) -> None:
         """Pre-forward of a unit's module.
@@ -198,7 +198,7 @@ class Runtime:
         if index in self._replaced:
             put_back(self._replaced.pop(index))
         if self.is_in_backward():
-            self._recomputed = graph_task_id()
+            check_fresh(unit, self.gradients.home, self.num_followed)
             self._run(self.scheduler.enter_recompute(index))
             unit.wait()
             unit.versions.mark(is_open=True)
@@ -342,16 +342,18 @@ class Runtime:
     def _begin_step(self, index: int, *, stale: bool) -> None:
         if self._task != -1 or self.stack or any(unit.swapped for unit in self.units):
             self.close_interrupted()  # open since an exception; KeyboardInterrupt calls no hook
-        self._recomputed = graph_task_id()
-        if self._recomputed != -1:  # a backward inside it must reach no parameter
-            queue_callback(partial(setattr, self, "_recomputed", -1))
+        self._outer = graph_task_id()
+        if self._outer != -1:  # a backward inside it must reach no parameter
+            end = partial(setattr, self, "_outer", -1)
+            self._outer_end = ref(end)
+            queue_callback(end)
         self._current = [None] * len(self.units)  # graphs alone keep uses alive from here on
         self._begin_hooks = [None] * len(self.units)
         for hook in self._node_hooks:
             hook.call(None)
         if torch.is_grad_enabled():
             casts = torch.is_autocast_enabled(self.gradients.norms.device.type)
-            awaits = self.awaits_backward()
+            awaits = any(use.task == -1 for use in self._uses)  # for a backward
             self._shares_casts = awaits and (casts or self._shares_casts)
             if not awaits:  # no live graph can share casts with this forward's
                 torch.clear_autocast_cache()
@@ -364,7 +366,7 @@ class Runtime:
         if index != 0:
             return
         self._generation += 1
-        if not self.observed.done and torch.is_grad_enabled():
+        if not self.observed.done and torch.is_grad_enabled() and self._outer == -1:
             self.observed = Observed(self._generation)
 
     def follow_writes(self) -> None:
@@ -382,10 +384,6 @@ class Runtime:
                 if unit.swapped:
                     unit.check_writes()
                 unit.versions.see_writes()
-
-    def awaits_backward(self) -> bool:
-        """Whether there is a live graph whose backward has not begun."""
-        return any(use.task == -1 for use in self._uses)
 
     def has_graph(self) -> bool:
         """Whether there is a live graph that a backward may still read."""
@@ -425,6 +423,7 @@ class Runtime:
         self._open(unit)
 
     def _open(self, unit: Unit) -> None:
+        check_fresh(unit, self.gradients.home, self.num_followed)
         if unit not in self._opened:
             unit.check_params()
             self._opened.add(unit)
@@ -447,9 +446,8 @@ class Runtime:
         """
         if self._task != -1 and self._end() is None:
             self.reset()  # the last backward raised and never ended
-        if self._recomputed not in (-1, task):  # a checkpoint around several models
-            self._check_nested(task)
-        if self._end() is not None:
+        is_inside = self._outer not in (-1, task) and self._outer_end() is not None
+        if is_inside or self._end() is not None:
             self._check_nested(task)
         check_graph(self.cut_anew)
         if self._task != -1:
@@ -509,7 +507,7 @@ class Runtime:
         if not synced:
             self.gradients.show_pending(self.units)
         self._close_backward()
-        self._task = self._recomputed = self._nested = -1
+        self._task = self._nested = -1
         if reduce and synced:  # made by all ranks; ranks may differ in deferred ones
             self.observed.done = self.observed.done or bool(self.observed.backward)
             self.step += 1
@@ -555,7 +553,7 @@ class Runtime:
         self.scheduler.reset()
         self.stack.clear()
         self._current = [None] * len(self.units)
-        self._task = self._recomputed = self._nested = -1
+        self._task = self._nested = -1
         if not self.observed.done:
             self.observed = Observed()
 
