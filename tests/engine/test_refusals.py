@@ -226,6 +226,7 @@ def refused_calls():
         "fs.unsharded of a plain model": lambda: fs.unsharded(reference).__enter__(),
         "fs.full_state_dict of a plain model": lambda: fs.full_state_dict(reference),
         "fs.reset of a plain model": lambda: fs.reset(reference),
+        "load_state_dict of {}": lambda: model.load_state_dict({}),
     }
     texts = {}
     for name, call in calls.items():

@@ -139,8 +139,9 @@ def param_spec(names: tuple[str, ...], param: nn.Parameter) -> ParamSpec:
             "one rank's unreduced gradient. Use register_post_accumulate_grad_hook"
         )
     if reason:
+        alone = " (nothing then sums its gradient over ranks)" if param.requires_grad else ""
         raise UnsupportedModelError(
-            f"{names[0]}: expected {reason}. To exclude it: ignore=['{names[0]}']."
+            f"{names[0]}: expected {reason}. To exclude it: ignore=['{names[0]}']{alone}."
         )
     cut = Cut.of(param)
     parts = 1 if cut is None else cut.num_parts

@@ -69,13 +69,23 @@ def hook_loading(model: nn.Module, engine: Engine) -> list[Any]:
     def close(*_: Any) -> None:
         close_interrupted(alive(weak, "state_dict"))
 
-    handles = [m.register_load_state_dict_pre_hook(close) for m, _ in found]
+    handles = [model.register_load_state_dict_pre_hook(_refuse_empty)]
+    handles += [m.register_load_state_dict_pre_hook(close) for m, _ in found]
     handles += [m.register_state_dict_pre_hook(close) for m, _ in found]
     owned: _Owned = weakref.WeakValueDictionary()
     for module, own in found:
         handles.append(module.register_state_dict_post_hook(partial(_own_storages, own, owned)))
     slices = [m.register_load_state_dict_pre_hook(partial(_slice_state, own)) for m, own in found]
     return handles + slices
+
+
+def _refuse_empty(_model: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
+    if not prefix and not state_dict:
+        raise ShardedTensorError(
+            "load_state_dict: expected whole tensors on every rank; got an empty dict, as "
+            "fs.full_state_dict returns on all ranks except rank 0. Call fs.load_full_state(model, "
+            "state, from_rank0=True), or fs.full_state_dict(model, rank0_only=False)."
+        )
 
 
 def _own_storages(
