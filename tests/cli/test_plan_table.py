@@ -46,6 +46,7 @@ def test_a_table_that_is_none_is_refused(plan, words, said):
     [
         ("model_name,gpus\nllama,8\nllama, 7b,8\n", "more cells than columns in row 2"),
         ("model_name,gpus,gpus\nllama,8,4\n", "two columns with one name"),
+        ('model_name,gpus\n"llama,8\nllama,4\n', "unexpected end of data"),
     ],
 )
 def test_a_table_whose_cells_have_no_column_of_their_own_is_refused(tmp_path, plan, text, said):

@@ -151,7 +151,7 @@ def _read_table(table: Path) -> tuple[list[str], list[dict[str, str]]]:
     advice = did_you_mean_path(table) or "Correct the file."
     with untrusted(f"--table: '{table}'", "a CSV file with a header", ConfigError, advice):
         text = io.StringIO(read_regular(table).decode("utf-8-sig"), newline="")
-        reader = csv.DictReader(text, restval="")
+        reader = csv.DictReader(text, restval="", strict=True)
         columns = [name for name in reader.fieldnames or [] if name]
         is_table = {"gpu_model", "params_b", "model_name"} & {*columns}
         if is_table and len({*columns}) != len(columns):

@@ -50,7 +50,7 @@ from fullshard.config.keys import (
     rivals_of,
     training_or_bare,
 )
-from fullshard.config.names import MOVES, Move
+from fullshard.config.names import MOVES, UNASKED, Move
 from fullshard.config.problems import ConfigProblems, Problem, show
 from fullshard.config.schema import ModelConfig, RunConfig, ShardConfig
 from fullshard.config.supported import check_supported, idle
@@ -391,12 +391,11 @@ def _merge(files: Sequence[File]) -> tuple[dict[str, Origin], dict[str, Any]]:
         given = file.origins if file is files[-1] else leaves(file.origins)
         updates = {canonical(key): (find(file.values, key), given[key]) for key in given}
         replaced = {key for name in updates for key in (name, *rivals_of(name))}
-        # A value that is still to be chosen contradicts no other key.
         replaced -= {
             rival
             for name, (value, _) in updates.items()
             for rival in rivals_of(name)
-            if rival not in updates and (is_auto(value) or is_auto(find(merged, rival)))
+            if rival not in updates and not _rules_out(name, value, rival, find(merged, rival))
         }
         gone = [key for key in origins if is_below(_full_key(key, merged), replaced)]
         for key in gone:
@@ -409,6 +408,20 @@ def _merge(files: Sequence[File]) -> tuple[dict[str, Origin], dict[str, Any]]:
             put(merged, key, value)
             origins[key] = origin
     return origins, interpolated(merged)
+
+
+def _rules_out(name: str, value: object, rival: str, other: object) -> bool:
+    """Whether a value leaves no room for that of a key with the same meaning.
+
+    A value that is still to be chosen does not, nor does one that asks for nothing
+    (`bf16=false` beside `fp16: true`), unless the other one asks for the same thing.
+    """
+    if is_auto(value) or is_auto(other):
+        return False
+    if name not in UNASKED or not agree(name, value, UNASKED[name]):
+        return True
+    asks = (move.on for move in MOVES if (move.source, move.target) == (name, rival))
+    return any(agree(rival, other, on) for on in asks)
 
 
 def _set_implied(values: dict[str, Any]) -> Iterator[Problem]:

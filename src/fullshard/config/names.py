@@ -3,6 +3,7 @@
     names    names below `training` without effect, lost or not supported yet (dialects/keys.yaml)
     MOVES    keys that set another key: `training.bf16` sets a dtype of `sharding`
     RIVALS   pairs of keys with the same meaning
+    UNASKED  the values of such keys that ask for nothing
 
 Other names of a field of the same section are in that section's `ALIASES`. The names are those of
 transformers 4.40, transformers 5.x and TRL's SFTConfig. A name that is not supported yet accepts
@@ -87,3 +88,6 @@ RIVALS = (
     ("training.train_batch_size", "training.per_device_train_batch_size"),
     ("training.warmup_ratio", "training.warmup_steps"),
 )
+
+# Values that ask for nothing, so that a key with the same meaning still decides.
+UNASKED = {"training.bf16": False, "training.fp16": False, "training.max_steps": -1}

@@ -20,7 +20,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -180,6 +180,16 @@ class FolderWeights(FileNames):
                     f"they differ in '{self.folder}'. Correct tie_word_embeddings in config.json."
                 )
 
+    def check_numbers(self, names: Iterable[str]) -> None:
+        """Checks that tensors, where the files have them, are numbers and not quantized codes.
+
+        Raises:
+            ConfigError: A tensor is not in floating point.
+        """
+        for name in names:
+            with self._opened([name], None) if self.parts([name]) else nullcontext():
+                pass
+
     def check_files(self) -> None:
         """Checks that every file exists, is complete and contains the tensors of the index.
 
@@ -198,8 +208,8 @@ class FolderWeights(FileNames):
                 )
 
     @contextmanager
-    def _opened(self, names: Sequence[str], shape: tuple[int, ...]) -> Generator[list[Any]]:
-        """Open the stored parts of a tensor and check their shapes."""
+    def _opened(self, names: Sequence[str], shape: tuple[int, ...] | None) -> Generator[list[Any]]:
+        """Open the stored parts of a tensor; check their dtypes, and a shape if one is given."""
         parts = self.parts(names)
         assert len(parts) > 0, names
         with ExitStack() as closing:
@@ -216,7 +226,7 @@ class FolderWeights(FileNames):
                     f"has {coded} codes, which are quantized values. Load the model with "
                     "from_pretrained, then call fs.shard."
                 )
-            if not is_made_of(shape, shapes):
+            if shape is not None and not is_made_of(shape, shapes):
                 more = f" in {len(parts)} parts, the first" if len(parts) > 1 else ""
                 raise ConfigError(
                     f"weights: expected {names[0]} of shape {shape}; "

@@ -66,9 +66,12 @@ def read_model(folder: Path, config: PretrainedConfig, **settings: Any) -> nn.Mo
     """Loads a causal language model with the weights of a local folder.
 
     Raises:
-        ConfigError: The files lack parameters of the model.
+        ConfigError: The files lack parameters of the model, or have codes that transformers
+            would take for numbers.
     """
     from transformers import AutoModelForCausalLM
+
+    from fullshard.engine.folder import INDEX, ONE_FILE, FolderWeights
 
     trust = _is_trusted(config)
     settings |= {"local_files_only": True, "trust_remote_code": trust, "output_loading_info": True}
@@ -80,6 +83,10 @@ def read_model(folder: Path, config: PretrainedConfig, **settings: Any) -> nn.Mo
             f"weights: expected every parameter of config.json in '{folder}'; its files lack "
             f"{some(missing)}. Copy or download the folder again, or correct its config.json."
         )
+    has_headers = any((folder / name).is_file() for name in (ONE_FILE, INDEX))
+    if has_headers and not getattr(config, "quantization_config", None):
+        names = (name for name, _ in model.named_parameters())
+        FolderWeights(folder, getattr(model, "base_model_prefix", "")).check_numbers(names)
     if unused := sorted(info["unexpected_keys"]):
         logger.warning("%s has weights that its config.json does not: %s", folder, some(unused))
     return model

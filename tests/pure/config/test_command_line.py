@@ -90,6 +90,16 @@ def test_what_says_the_same_in_another_way_gives_way(load):
     assert load("bf16=true", text=text).sharding.param_dtype is DType.BFLOAT16
 
 
+def test_what_asks_for_nothing_leaves_the_files_choice(load):
+    without = FILE.replace("bf16: true, max_steps: 10", "fp16: true, num_train_epochs: 1")
+    config = load("bf16=false", "max_steps=-1", text=without)
+    assert config.sharding.param_dtype is DType.FLOAT16
+    assert config.training.num_train_epochs == 1
+    halves = FILE.replace("bf16: true, ", "") + "sharding: {param_dtype: PARAM}\n"
+    for param, kept in (("fp16", DType.FLOAT16), ("bf16", None)):
+        assert load("bf16=no", text=halves.replace("PARAM", param)).sharding.param_dtype is kept
+
+
 def test_a_models_configuration_replaces_a_folder_however_it_was_written(load):
     for text in ("model: FOLDER\n", "model: {name_or_path: FOLDER}\n"):
         model = load("model.config={model_type: llama}", text=text).model

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fullshard.config.files import read_job
@@ -234,6 +235,16 @@ def test_weights_that_the_files_lack_are_never_drawn_at_random(tmp_path):
     with pytest.raises(ConfigError, match=r"lack model\.layers\.1\.\S+, .* and 6 more") as caught:
         saved_with(tmp_path, {"num_hidden_layers": 2})
     assert str(tmp_path) in str(caught.value)
+
+
+def test_codes_are_never_taken_for_weights(tmp_path):
+    saved_with(tmp_path, {})
+    file = tmp_path / "model.safetensors"
+    codes = {"model.norm.weight": torch.ones(16, dtype=torch.int8)}
+    save_file({**load_file(file), **codes}, file, {"format": "pt"})
+    found = config_from_folder(ModelConfig(name_or_path=str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"expected model\.norm\.weight in floating point; .* I8"):
+        build_model(found, tmp_path, torch.float32, 0)
 
 
 def test_tied_weights_are_not_missed_and_unused_ones_are_named(tmp_path, caplog):

@@ -52,12 +52,19 @@ def _precision(name: str) -> Rule:
     return rule
 
 
+# Keys of a data set that select a part of it.
+_PARTS = ("split", "shards", "shards_idx", "data_files", "name")
+
+
 @unless()
 def _datasets(value: object, _: Said) -> Meaning:
     members = cast("list[object]", value) if isinstance(value, list) else [value]
     entry = mapping_of(members[0])
     if is_empty(entry.get("path")):
         raise Rejected("a list of mappings with path")
+    for part in _PARTS:
+        if not is_neutral(entry.get(part), ("train",)):
+            raise refused(f"{part}: {entry[part]}", "Save the part to a file, and set its path")
     why = "as plain text" + (", the first of the list" if len(members) > 1 else "")
     if entry.get("type") not in (None, "completion", "pretrain"):
         why += "; `fullshard sft` reads conversations, by their columns"
