@@ -397,6 +397,8 @@ def test_arrays_that_cannot_be_tokens_of_this_tokenizer_are_refused(
     monkeypatch.setattr(tokenize, "permuted", lambda places, *_: places)  # c.npy after 0.npy
     refused(tmp_path / "[0c].npy", "tokens, got uint8 in '.*c.npy'", streamed, tokenizer)
     refused(tmp_path / "c.npy", "expected uint8, which the header .* got uint32", wide, tokenizer)
+    np.array([20240520, 9, 400, *range(453)], np.int32).tofile(tmp_path / "d.bin")
+    refused(tmp_path / "d.bin", "version 9 of llm.c's format, not 1", tokenizer=tokenizer)
     np.save(tmp_path / "d.npy", np.zeros((3, 4), np.int32))
     refused(tmp_path / "d.npy", "one axis of integers", tokenizer=tokenizer)
     (tmp_path / "e.bin").write_bytes(b"123")

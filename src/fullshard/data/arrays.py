@@ -34,7 +34,7 @@ from fullshard.errors import DataError, untrusted
 SAMPLE_BYTES = 4096  # at each of some 64 places of a file
 MEGATRON = b"MMIDIDX\x00\x00"
 MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-LLM_C = {20240520: "uint16", 20240801: "uint32"}
+LLM_C = {20240520: (1, "uint16"), 20240801: (7, "uint32")}  # the version and dtype of each mark
 LLM_C_HEADER = 1024  # bytes
 
 
@@ -204,8 +204,10 @@ def _bin(file: Path, dtype: str | None) -> tuple[TokenFile, str]:
     if index.is_file():
         dtype, says = _megatron(index, size), index.name
     elif len(start) == 12 and struct.unpack("<i", start[:4])[0] in LLM_C:
-        magic, _, count = struct.unpack("<3i", start)
-        dtype, says, offset = LLM_C[magic], "the header", LLM_C_HEADER
+        mark, version, count = struct.unpack("<3i", start)
+        (known, dtype), says, offset = LLM_C[mark], "the header", LLM_C_HEADER
+        if version != known:
+            raise ValueError(f"its header has version {version} of llm.c's format, not {known}")
         if offset + count * np.dtype(dtype).itemsize != size:
             raise ValueError(f"its header counts {count:,} tokens, which {size:,} bytes are not")
     found = np.dtype(dtype or "uint16")

@@ -1,0 +1,69 @@
+"""Forwards and writes inside a backward: hooks evaluate what one process computes."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fullshard as fs
+from fullshard.errors import EngineError
+from support.programs import SETTINGS, Chain, batch, made, square
+from support.ranks import on_ranks
+
+
+def sharded(setting):
+    settings: dict[str, Any] = {"poison": True, **SETTINGS[setting]}
+    return fs.shard(made(Chain), wrap=Chain.wrap, **settings)
+
+
+def evaluated_in_backwards(student, teacher, ranks):
+    """A teacher that follows its student is evaluated in a hook, the student after backward."""
+    seen, optimizer = [], torch.optim.SGD(student.parameters(), lr=0.5)
+    kept = teacher(batch(0, 0))  # a graph that waits for a backward, for which no forward runs
+
+    def look(model, *, trains=False):
+        time.sleep(0.02 * dist.get_rank())  # the other rank may write meanwhile
+        with torch.set_grad_enabled(trains):
+            seen.append(model(batch(dist.get_rank(), 7)))
+
+    student.head.bias.register_post_accumulate_grad_hook(lambda _: look(student))
+    for step in range(3):
+        loss = torch.stack([square(student, batch(rank, step)) for rank in ranks]).mean()
+        loss.register_hook(lambda _: look(teacher))
+        loss.register_hook(lambda _: look(teacher, trains=True))
+        loss.backward()
+        seen[-2].mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for mean, param in zip(teacher.parameters(), student.parameters(), strict=True):
+                mean.lerp_(param, 0.5)
+    return torch.stack([*seen, kept]).detach()
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@on_ranks(2)
+def test_an_evaluation_in_a_hook_of_a_backward_sees_what_was_written_before(setting):
+    models = [sharded(setting) for _ in range(2)]
+    ours = evaluated_in_backwards(*models, [dist.get_rank()])
+    torch.testing.assert_close(ours, evaluated_in_backwards(made(Chain), made(Chain), range(2)))
+
+
+@pytest.mark.parametrize("setting", ["c10d", "shared"])
+@on_ranks(2)
+def test_a_write_inside_a_backward_that_would_read_it_is_refused(setting):
+    model = sharded(setting)
+
+    def write(_):
+        for p in model.parameters():
+            p.data.mul_(2)
+
+    def watch(_module, args):
+        args[0].register_hook(write)
+
+    model.head.register_forward_pre_hook(watch)
+    loss = square(model, batch(0, 0))
+    with pytest.raises(EngineError, match=r"expected a backward of .* that does not write"):
+        loss.backward()
