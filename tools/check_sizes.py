@@ -28,16 +28,16 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_665,
-    "config": 3_404,
+    "config": 3_418,
     "cli": 2_057,
-    "engine + transport": 8_941,
+    "engine + transport": 8_966,
     "planner + outlook": 4_296,
-    "data + models + recipes + run + verify": 9_312,
-    "observe + launch": 3_351,
+    "data + models + recipes + run + verify": 9_314,
+    "observe + launch": 3_353,
     "compat + integrations": 3_035,
-    "xla + jax + xla_state": 3_047,
+    "xla + jax + xla_state": 3_048,
     "checkpoint + formats": 2_988,
-    "in all": 43_169,
+    "in all": 43_213,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -390,12 +390,11 @@ def _merge(files: Sequence[File]) -> tuple[dict[str, Origin], dict[str, Any]]:
         # On the command line `sharding={...}` replaces the section; in a file it is merged.
         given = file.origins if file is files[-1] else leaves(file.origins)
         updates = {canonical(key): (find(file.values, key), given[key]) for key in given}
-        replaced = {key for name in updates for key in (name, *rivals_of(name))}
-        replaced -= {
+        replaced = {*updates} | {
             rival
             for name, (value, _) in updates.items()
             for rival in rivals_of(name)
-            if rival not in updates and not _rules_out(name, value, rival, find(merged, rival))
+            if _rules_out(name, value, rival, find(merged, rival))
         }
         gone = [key for key in origins if is_below(_full_key(key, merged), replaced)]
         for key in gone:
