@@ -233,6 +233,8 @@ class Source:
         """Gathers the rows of the model if its shards have changed."""
         if self.norms.rows.get(id(self.shard)) is not self or not self.is_changed():
             return  # or it is a tensor before `model.half()`
+        if self.is_written() and not self.is_sharded:  # inside `unshard`, where nothing is loaded
+            raise self.misuse(_LOADED.format("the weights changed"))
         if self.thread != threading.get_ident():
             raise self.misuse(
                 "rows of a state dict that are up to date, in a thread other than the one that "

@@ -70,7 +70,7 @@ class LaunchEnvironment:
 
     @property
     def round(self) -> int:
-        """A number of restarts that is equal on all ranks: each machine counts its own."""
+        """The number of restarts if all ranks are on one machine, else 0: machines count apart."""
         return self.attempt if self.local_world_size == self.world_size else 0
 
     @property

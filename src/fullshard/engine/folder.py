@@ -73,7 +73,7 @@ class FileNames:
         for name in names:
             for spelling in self._spellings(name):
                 found = (spelling,) if spelling in self._names else self._of_experts(spelling)
-                scales = (f"{part}{end}" for part in found for end in ("_scale_inv", "_scale"))
+                scales = (f"{part}{end}" for part in found for end in _SCALES)
                 if found and not any(scale in self._names for scale in scales):  # quantized
                     return found
         return ()
@@ -93,6 +93,9 @@ class FileNames:
             if columns[0] and len({len(column) for column in columns}) == 1:
                 return tuple(name for row in zip(*columns, strict=True) for name in row)
         return ()
+
+
+_SCALES = "_scale_inv", "_scale"  # of quantized values
 
 
 class FolderWeights(FileNames):
@@ -184,9 +187,15 @@ class FolderWeights(FileNames):
         """Checks that tensors, where the files have them, are numbers and not quantized codes.
 
         Raises:
-            ConfigError: A tensor is not in floating point.
+            ConfigError: A tensor is not in floating point, or has scales.
         """
         for name in names:
+            scales = (f"{one}{end}" for one in self._spellings(name) for end in _SCALES)
+            if found := next((scale for scale in scales if scale in self._names), None):
+                raise ConfigError(
+                    f"weights: expected {name} in floating point; '{self.folder}' has {found}, so "
+                    "it is quantized. Restore quantization_config in its config.json."
+                )
             with self._opened([name], None) if self.parts([name]) else nullcontext():
                 pass
 
@@ -223,8 +232,8 @@ class FolderWeights(FileNames):
             if coded is not None:
                 raise ConfigError(
                     f"weights: expected {names[0]} in floating point; {self._files[parts[0]].name} "
-                    f"has {coded} codes, which are quantized values. Load the model with "
-                    "from_pretrained, then call fs.shard."
+                    f"has {coded} codes, which are quantized values. Use a folder in "
+                    "floating point, or give fs.shard the model that from_pretrained loads."
                 )
             if shape is not None and not is_made_of(shape, shapes):
                 more = f" in {len(parts)} parts, the first" if len(parts) > 1 else ""

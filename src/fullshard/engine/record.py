@@ -272,6 +272,6 @@ def check_fresh(unit: Any, home: Home, num_followed: int, module: nn.Module | No
                 raise EngineError(
                     f"{member.piece.name}: expected a {what} of {unit.plan.title} that does not "
                     "write the shards that it reads; it wrote this shard, while the slot contains "
-                    f"the old values. Write before the {what}, or make the averaged module a unit "
-                    "of its own (wrap)."
+                    f"the old values. Write before or after the {what}, or make the averaged "
+                    "module a unit of its own (wrap)."
                 )

@@ -423,7 +423,8 @@ class Runtime:
         self._open(unit)
 
     def _open(self, unit: Unit) -> None:
-        check_fresh(unit, self.gradients.home, self.num_followed)
+        if self.gradients.home.num_writes != self.num_followed:
+            check_fresh(unit, self.gradients.home, self.num_followed)
         if unit not in self._opened:
             unit.check_params()
             self._opened.add(unit)

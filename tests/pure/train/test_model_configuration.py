@@ -237,13 +237,20 @@ def test_weights_that_the_files_lack_are_never_drawn_at_random(tmp_path):
     assert str(tmp_path) in str(caught.value)
 
 
-def test_codes_are_never_taken_for_weights(tmp_path):
+@pytest.mark.parametrize(
+    ("codes", "said"),
+    [
+        ({"": torch.ones(16, dtype=torch.int8)}, "floating point; .* I8"),
+        ({"": torch.ones(16).to(torch.float8_e4m3fn), "_scale_inv": torch.ones(1)}, "_scale_inv"),
+    ],
+)
+def test_codes_are_never_taken_for_weights(tmp_path, codes, said):
     saved_with(tmp_path, {})
     file = tmp_path / "model.safetensors"
-    codes = {"model.norm.weight": torch.ones(16, dtype=torch.int8)}
+    codes = {f"model.norm.weight{end}": tensor for end, tensor in codes.items()}
     save_file({**load_file(file), **codes}, file, {"format": "pt"})
     found = config_from_folder(ModelConfig(name_or_path=str(tmp_path)))
-    with pytest.raises(ConfigError, match=r"expected model\.norm\.weight in floating point; .* I8"):
+    with pytest.raises(ConfigError, match=said):
         build_model(found, tmp_path, torch.float32, 0)
 
 

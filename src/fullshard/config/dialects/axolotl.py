@@ -52,8 +52,8 @@ def _precision(name: str) -> Rule:
     return rule
 
 
-# Keys of a data set that select a part of it.
-_PARTS = ("split", "shards", "shards_idx", "data_files", "name")
+# Keys of a data set that select a part of it, and the values that select all.
+_PARTS = {"split": "train", "shards": 1, "shards_idx": 0, "skip": 0, "data_files": "", "name": ""}
 
 
 @unless()
@@ -62,9 +62,9 @@ def _datasets(value: object, _: Said) -> Meaning:
     entry = mapping_of(members[0])
     if is_empty(entry.get("path")):
         raise Rejected("a list of mappings with path")
-    for part in _PARTS:
-        if not is_neutral(entry.get(part), ("train",)):
-            raise refused(f"{part}: {entry[part]}", "Save the part to a file, and set its path")
+    for part, everything in _PARTS.items():
+        if not is_neutral(entry.get(part), (everything,)):
+            raise refused(f"{part}: {entry[part]}", "Set path to a file of that part")
     why = "as plain text" + (", the first of the list" if len(members) > 1 else "")
     if entry.get("type") not in (None, "completion", "pretrain"):
         why += "; `fullshard sft` reads conversations, by their columns"
