@@ -120,7 +120,7 @@ ZERO: Table = {
 }
 
 DEEPSPEED: Table = {
-    **rows("DEEPSPEED"),
+    **rows("DEEPSPEED"),  # keys.yaml: those without code
     "zero_optimization": {"": _zero, **ZERO},
     "bf16": rows("BF16"),
     "fp16": rows("FP16"),
