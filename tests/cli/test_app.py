@@ -123,6 +123,22 @@ def test_a_working_directory_that_was_removed_is_named(tmp_path, monkeypatch, ca
     assert "working directory: expected a folder that exists; it" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_any_command_in_order(tmp_path, monkeypatch, capfd, number):
+    def prepare(*_):
+        os.kill(os.getpid(), number)
+        raise AssertionError("the signal was ignored")
+
+    monkeypatch.setattr("fullshard.cli.verify.check_paths", prepare)
+    (tmp_path / "a.yaml").write_text("{}")
+    before = signal.signal(number, signal.SIG_IGN if number != signal.SIGHUP else signal.SIG_DFL)
+    try:
+        assert run(["verify", str(tmp_path / "a.yaml")]) == 75
+    finally:
+        signal.signal(number, before)
+    assert f"verify: expected to reach its end, got {number.name}." in capfd.readouterr().err
+
+
 def test_no_command_at_all_shows_the_help(fullshard):
     done = fullshard(code=2)
     assert "Usage: fullshard" in done.stdout
