@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.cli import outcome
-from fullshard.cli.app import COMMANDS, run
+from fullshard.cli.app import COMMANDS, invoke, run
 from fullshard.config.environment import unknown_variables
 from support import forked
 from support.processes import free_port, python
@@ -123,20 +123,31 @@ def test_a_working_directory_that_was_removed_is_named(tmp_path, monkeypatch, ca
     assert "working directory: expected a folder that exists; it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_any_command_in_order(tmp_path, monkeypatch, capfd, number):
-    def prepare(*_):
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("SIGTERM", 75, "verify: expected to reach its end, got SIGTERM. Run the command again."),
+        ("SIGINT", 130, "interrupted"),
+    ],
+)
+def test_a_signal_ends_any_command_with_its_code_and_a_message(
+    monkeypatch, capsys, name, code, said
+):
+    def load(*_):
         os.kill(os.getpid(), number)
         raise AssertionError("the signal was ignored")
 
-    monkeypatch.setattr("fullshard.cli.verify.check_paths", prepare)
-    (tmp_path / "a.yaml").write_text("{}")
-    before = signal.signal(number, signal.SIG_IGN if number != signal.SIGHUP else signal.SIG_DFL)
+    number = signal.Signals[name]
+    monkeypatch.setattr("fullshard.cli.verify.load", load)
+    default = number == signal.SIGINT and signal.default_int_handler
+    before = signal.signal(number, default or signal.SIG_IGN)
     try:
-        assert run(["verify", str(tmp_path / "a.yaml")]) == 75
+        done = invoke(["verify"])
     finally:
         signal.signal(number, before)
-    assert f"verify: expected to reach its end, got {number.name}." in capfd.readouterr().err
+    assert done.exit_code == code
+    assert done.result["error"]["message"] == said
+    assert said.lower() in capsys.readouterr().err.lower()
 
 
 def test_no_command_at_all_shows_the_help(fullshard):

@@ -239,6 +239,8 @@ def invoke(words: Sequence[str]) -> Outcome:
         return error_outcome(error)
     except SystemExit as error:
         return error_outcome(left_by(error))
+    if value == ExitCode.INTERRUPTED:  # typer's, in place of KeyboardInterrupt
+        return error_outcome(KeyboardInterrupt())
     if isinstance(value, Outcome):
         return value
     return Outcome(exit_code=value if isinstance(value, int) else 0)
