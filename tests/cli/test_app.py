@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.cli import outcome
-from fullshard.cli.app import COMMANDS, run
+from fullshard.cli.app import COMMANDS, invoke, run
 from fullshard.config.environment import unknown_variables
 from support import forked
 from support.processes import free_port, python
@@ -121,6 +121,33 @@ def test_a_working_directory_that_was_removed_is_named(tmp_path, monkeypatch, ca
     gone.rmdir()
     assert run(["ckpt", "ls", str(tmp_path)]) == 2
     assert "working directory: expected a folder that exists; it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("SIGTERM", 75, "verify: expected to reach its end, got SIGTERM. Run the command again."),
+        ("SIGINT", 130, "interrupted"),
+    ],
+)
+def test_a_signal_ends_any_command_with_its_code_and_a_message(
+    monkeypatch, capsys, name, code, said
+):
+    def load(*_):
+        os.kill(os.getpid(), number)
+        raise AssertionError("the signal was ignored")
+
+    number = signal.Signals[name]
+    monkeypatch.setattr("fullshard.cli.verify.load", load)
+    default = number == signal.SIGINT and signal.default_int_handler
+    before = signal.signal(number, default or signal.SIG_IGN)
+    try:
+        done = invoke(["verify"])
+    finally:
+        signal.signal(number, before)
+    assert done.exit_code == code
+    assert (done.result or {})["error"]["message"] == said
+    assert said.lower() in capsys.readouterr().err.lower()
 
 
 def test_no_command_at_all_shows_the_help(fullshard):

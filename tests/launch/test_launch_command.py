@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -13,7 +14,9 @@ import psutil
 import pytest
 
 from fullshard.cli.app import run
+from fullshard.launch.exit_codes import RankFailure, caught_stop_signals
 from fullshard.launch.spawn import Relay
+from fullshard.launch.supervise import LaunchResult
 from support import forked
 from support.processes import free_port, wait_until
 
@@ -285,6 +288,22 @@ def test_a_hang_of_a_script_without_fullshard_is_named(launch, tmp_path):
 def test_a_mistaken_launch_is_one_error(words, message, capfd):
     assert run(["launch", *words]) == 2
     assert message in capfd.readouterr().err
+
+
+def test_a_launch_that_is_stopped_does_not_start_again(monkeypatch, tmp_path):
+    """Scripts often end with 143 on SIGTERM, which is a failure like any other."""
+    attempts = []
+
+    def launched(order):
+        attempts.append(order.attempt)
+        with caught_stop_signals() if order.caught is None else contextlib.nullcontext():
+            os.kill(os.getpid(), signal.SIGTERM)
+        return LaunchResult(143, RankFailure(0, "SystemExit", "143", 143, "", 0.0))
+
+    monkeypatch.setattr("fullshard.launch.spawn.launch_local_ranks", launched)
+    words = ["--max-restarts", "2", "--log-dir", str(tmp_path), "-m", "x"]
+    assert run(["launch", *words]) == 143
+    assert attempts == [0]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import errno
 import signal
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -11,8 +12,10 @@ import pytest
 from fullshard.config.host_memory import Limit
 from fullshard.errors import ConfigError
 from fullshard.launch import supervise
+from fullshard.launch.exit_codes import LaunchFolder, RankFailure
 from fullshard.launch.rendezvous import LaunchStore
 from fullshard.launch.spawn import LocalLaunch, fork_server, launch_local_ranks
+from fullshard.launch.supervise import RankProcess, Supervisor
 from support import forked
 from support.launcher import run_local_ranks
 from support.processes import assert_all_end, newest_child, read_pids
@@ -257,3 +260,21 @@ def test_a_launch_of_no_process_or_of_too_many_is_refused(number, tmp_path):
     words = rf"launch.num_processes: expected an integer >= 1 and <= \S+, .*, got {number:,}"
     with pytest.raises(ConfigError, match=words):
         launch_local_ranks(launch)
+
+
+def test_a_failed_rank_is_not_called_silent_while_the_others_end(tmp_path, monkeypatch):
+    def started(rank, *words):
+        return RankProcess(rank, subprocess.Popen(words, process_group=0), tmp_path / f"{rank}.log")
+
+    class Slow(Supervisor):
+        def end_all(self, patience_s=0.0):
+            RankFailure(1, "HangError", "rank 1 is silent", 5, "", 2.0).write(self.folder.hang)
+            super().end_all(0.0)
+
+    monkeypatch.setattr("fullshard.launch.supervise.REPORT_S", 0.1)
+    ranks = [started(0, "sleep", "60"), started(1, "false")]
+    folder = LaunchFolder(tmp_path, tmp_path)
+    RankFailure(1, "RuntimeError", "a worker was killed", 1, "", 1.0).write(folder.failure(1))
+    quiet = {"timeout_s": None, "on_failure": lambda: None, "positions": list}
+    result = Slow(ranks=ranks, folder=folder, **quiet).watch([])
+    assert (result.exit_code, result.failure.message) == (1, "a worker was killed")

@@ -1,12 +1,19 @@
 """`fullshard verify` as a command: what it shrinks, compares, prints and ends with."""
 
 import json
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from fullshard.config.load import load_config
 from fullshard.launch.supervise import LaunchResult
 from fullshard.models.config import config_from_settings
+from fullshard.observe.metrics import wait_until
 from fullshard.verify import check as verify
 from fullshard.verify.compare import number_error
 from fullshard.verify.faults import Fault
@@ -118,6 +125,28 @@ def test_reference_imports_nothing_of_fullshard(tmp_path):
     numbers = json.loads((tmp_path / "float64" / "reference.json").read_text())
     assert numbers["ties"] == [["model.embed_tokens.weight", "lm_head.weight"]]
     assert len(numbers["norm"]) == 4
+
+
+def test_the_reference_ends_with_a_check_that_is_killed(tmp_path, monkeypatch):
+    (script := tmp_path / "reference.py").write_text(
+        "import os, time; from pathlib import Path\n"
+        "Path(__file__).with_name('pid').write_text(str(os.getpid())); time.sleep(60)\n"
+    )
+
+    def killed(*_, **__):
+        assert wait_until((tmp_path / "pid").is_file, 10.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(verify, "REFERENCE", script)
+    monkeypatch.setattr(verify, "call_on_ranks", killed)
+    prepared: Any = SimpleNamespace(program=("", 1), job=SimpleNamespace(device="cpu"))
+    if (child := os.fork()) == 0:
+        with suppress(BaseException):
+            verify.run_sides(prepared, tmp_path)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    state = Path("/proc", (tmp_path / "pid").read_text(), "status")
+    assert wait_until(lambda: not state.exists() or "(zombie)" in state.read_text(), 5.0)
 
 
 def test_fault_that_nobody_notices_ends_with_code_1(fullshard, monkeypatch):

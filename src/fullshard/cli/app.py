@@ -16,7 +16,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -29,7 +29,17 @@ from fullshard.cli.outcome import JSON_HELP, Outcome, error_outcome, quiet_stdou
 from fullshard.cli.recipe import app_of
 from fullshard.config.environment import unknown_variables
 from fullshard.errors import ConfigError, show_log, write_anything
-from fullshard.launch.exit_codes import STOP_SIGNALS, ExitCode, Stopped, end_now, left_by
+from fullshard.launch.exit_codes import (
+    PREEMPTIONS,
+    RESUMES,
+    STOP_SIGNALS,
+    ExitCode,
+    Stopped,
+    end_now,
+    handled,
+    left_by,
+    raise_stopped,
+)
 from fullshard.recipes.registry import Command
 
 logger = logging.getLogger(__name__)
@@ -223,14 +233,25 @@ def invoke(words: Sequence[str]) -> Outcome:
         words = [word for word in words if word != "--"]
     try:
         _check_working_directory()
-        value = command.main(list(words), prog_name="fullshard", standalone_mode=False)
+        with handled(PREEMPTIONS, partial(_on_preemption, " ".join(words[:1]))):
+            value = command.main(list(words), prog_name="fullshard", standalone_mode=False)
     except (Exception, KeyboardInterrupt, Stopped) as error:  # noqa: BLE001  the outermost frame
         return error_outcome(error)
     except SystemExit as error:
         return error_outcome(left_by(error))
+    if value == ExitCode.INTERRUPTED:  # typer's, in place of KeyboardInterrupt
+        return error_outcome(KeyboardInterrupt())
     if isinstance(value, Outcome):
         return value
     return Outcome(exit_code=value if isinstance(value, int) else 0)
+
+
+def _on_preemption(word: str, before: Mapping[int, Any], number: int, frame: Any) -> None:
+    """Turns a signal into an error, so that temporary folders and processes are removed."""
+    if callable(previous := before.get(number)):  # this command is the program of a rank
+        previous(number, frame)
+    what, then = ("run", RESUMES) if word in RECIPES else (word, "Run the command again.")
+    raise_stopped(number, what=what, then=then)
 
 
 def _check_working_directory() -> None:

@@ -6,7 +6,6 @@ import contextlib
 import math
 from collections.abc import Callable, Generator
 from dataclasses import asdict, replace
-from functools import partial
 from os.path import realpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,16 +22,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True, help="List, inspect, verify, convert and prune checkpoints."
 )
-
-
-@app.callback()
-def _stops(ctx: typer.Context) -> None:
-    """Turn a signal into an error, so that temporary folders are removed."""
-    from fullshard.launch.exit_codes import PREEMPTIONS, handled, raise_stopped
-
-    what, then = f"ckpt {ctx.invoked_subcommand}", "Run the command again."
-    stop = partial(raise_stopped, what=what, then=then)
-    ctx.with_resource(handled(PREEMPTIONS, lambda _, number, _frame: stop(number)))
 
 
 def _named(path: Path) -> Path:

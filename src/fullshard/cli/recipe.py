@@ -128,19 +128,15 @@ def _check_before_torch(
 def run_recipe(command: Command, resolved: Resolved, flags: StartFlags) -> Outcome:
     """Run a recipe on local ranks, or as one rank if a launcher started this process."""
     launch = _check_before_torch(command, resolved, flags)
-    from fullshard.launch.exit_codes import PREEMPTIONS, handled, raise_stopped
+    from fullshard.run import start  # imports torch
 
-    numbers = () if launch or flags.dry_run else PREEMPTIONS
-    with handled(numbers, lambda _, number, _frame: raise_stopped(number)):
-        from fullshard.run import start  # imports torch
-
-        world_size = start.world_size_of(resolved, launch)
-        resolved = resolved.for_ranks(world_size)
-        if launch is not None and not flags.dry_run:
-            return _be_a_rank(command, resolved, launch, flags.resume)
-        if flags.dry_run:
-            return _show_plan(start.prepare_run(resolved, world_size, command, flags.resume))
-        return _lead_ranks(command, resolved, world_size, flags)
+    world_size = start.world_size_of(resolved, launch)
+    resolved = resolved.for_ranks(world_size)
+    if launch is not None and not flags.dry_run:
+        return _be_a_rank(command, resolved, launch, flags.resume)
+    if flags.dry_run:
+        return _show_plan(start.prepare_run(resolved, world_size, command, flags.resume))
+    return _lead_ranks(command, resolved, world_size, flags)
 
 
 def _lead_ranks(

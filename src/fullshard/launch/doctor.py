@@ -23,7 +23,8 @@ from typing import Any
 
 from fullshard.config import host_memory
 from fullshard.config.environment import notable_variables, read_launch_environment
-from fullshard.errors import ConfigError, EngineError
+from fullshard.errors import ConfigError, EngineError, PreemptedError
+from fullshard.launch.exit_codes import ExitCode
 from fullshard.launch.local_call import call_on_ranks
 from fullshard.launch.machine import describe_machine, describe_versions, existing_folder
 
@@ -169,8 +170,10 @@ def _ranks(num_ranks: int) -> tuple[dict[str, Any], Finding]:
         says = f"{num_ranks} ranks failed: {result.failure.text}"
         do = "The first error is the cause; check the `variables` below"
         return {"num_ranks": num_ranks}, Finding("ranks", Health.BROKEN, says, do)
-    if result.exit_code:
+    if result.exit_code == ExitCode.INTERRUPTED:
         raise KeyboardInterrupt
+    if result.exit_code:
+        raise PreemptedError("doctor: expected to reach its end, got a signal. Run it again.")
     told = found[0]
     says = (
         f"{num_ranks} ranks over {told['backend']} ({told['transport']}): all-gather "

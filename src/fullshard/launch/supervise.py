@@ -148,8 +148,11 @@ class Supervisor:
         self.on_failure()
         self._wait(REPORT_S)
         ended = {rank.rank for rank in self.ranks if rank.poll()}
+        # A rank that ended with a report of its own was not judged: it is silent since it ended.
+        told = any(self.folder.failure(rank).exists() for rank in ended)
+        was_judged = self.folder.hang.exists() or not told
         self.end_all()
-        hang = RankFailure.read(self.folder.hang)
+        hang = RankFailure.read(self.folder.hang) if was_judged else None
         if hang is not None:  # the watchdogs have ended all ranks
             return LaunchResult(hang.exit_code, hang)
         # A rank that was still looking for the cause has reported, but not ended.

@@ -74,6 +74,13 @@ if TYPE_CHECKING:
     from fullshard.planner.arrays import ArraysPlan
 
 REFERENCE = Path(__file__).with_name("reference.py")
+# Ends with our process, however that ends; the reference itself imports nothing of ours.
+_REFERENCE_PROGRAM = """
+import ctypes, runpy, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 MOST_RANKS = 4
 TIMEOUT_S = 600.0
 _ADAMW = (Optimizer.ADAMW_TORCH, Optimizer.ADAMW_TORCH_FUSED)
@@ -370,7 +377,7 @@ def run_sides(prepared: PreparedCheck, folder: Path) -> tuple[LocalLaunch, Launc
     log = folder / "reference.log"
     with log.open("w") as output:
         alone = subprocess.Popen(
-            [sys.executable, "-P", str(REFERENCE), str(folder)],
+            [sys.executable, "-P", "-c", _REFERENCE_PROGRAM, str(REFERENCE), str(folder)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
