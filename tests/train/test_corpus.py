@@ -267,9 +267,9 @@ def test_what_runs_wrote_among_the_data_is_left_out_unless_it_is_named(
         **{"d/run*/a.txt": runs, "d/**/events*": ["d/events.out.tfevents.1"]},
     }.items():
         assert sorted(str(file) for file in files_at(Path(pattern)).files) == expected
-    assert caplog.text.count("'d/run' is left out (a run wrote run.json)") == 1
+    assert caplog.text.count("left out what a run wrote (run.json): 'd/run', 'd/run.1'\n") == 1
     for pattern in ("d/r*", "d/r*/logs/*", "d/run*/logs"):
-        with pytest.raises(DataError, match=r"left out: 'd/run' \(a run wrote run.json\)"):
+        with pytest.raises(DataError, match=r"left out: 'd/run' \(what a run wrote \(run.json\)\)"):
             files_at(Path(pattern))
     with pytest.raises(DataError, match=r"got 'd/run\*/none.txt', which does not exist"):
         files_at(Path("d/run*/none.txt"))
@@ -281,8 +281,10 @@ def test_hidden_files_and_backups_of_editors_are_left_out_unless_they_are_named(
         (tmp_path / name).write_text(name)
     for pattern in ("", "*", "**"):
         assert files_at(tmp_path / pattern).files == (tmp_path / "a.txt",)
-    assert f"'{tmp_path}/a.txt~' and 1 more are left out (*~)" in caplog.text
-    assert f"'{tmp_path}/.DS_Store' and 1 more are left out (hidden)" in caplog.text
+    assert f"left out *~: '{tmp_path}/a.txt~', '{tmp_path}/b.txt~'\n" in caplog.text
+    assert (
+        f"left out hidden files: '{tmp_path}/.DS_Store', '{tmp_path}/.a.txt.swp'\n" in caplog.text
+    )
     assert len(caplog.messages) == 5
     for pattern, found in {"*~": left[-2:], "*.bak": left[3:4], ".*p": left[2:3]}.items():
         assert [file.name for file in files_at(tmp_path / pattern).files] == found

@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 from fullshard.config.regular_files import did_you_mean_path
 from fullshard.config.values import nearest
 from fullshard.data.arrays import tokens_in
+from fullshard.engine.hugging_face import some
 from fullshard.errors import DataError, untrusted
 
 logger = logging.getLogger(__name__)
@@ -227,13 +228,13 @@ def _found(path: Path) -> list[Path]:
     if named and not found:
         found = {one for one in _matching(place, (*parts, "**"), left) if not one.is_dir()}
     if left and not found:
-        some = ", ".join(f"'{one}' ({why})" for one, why in sorted(left.items())[:3])
+        listed = some([f"'{one}' ({why})" for one, why in sorted(left.items())])
         raise DataError(
-            f"data.path: expected files in '{path}', got none but those that are left out: {some}. "
-            "Set the path of such a file or folder to read it."
+            f"data.path: expected files in '{path}', got none but those that are left out: "
+            f"{listed}. Set the path of such a file or folder to read it."
         )
     for why in sorted(set(left.values())):
-        _say_left_out(tuple(sorted(one for one, other in left.items() if other == why)), why)
+        _say_left_out(some(sorted(f"'{one}'" for one in left if left[one] == why)), why)
     for file in (files := sorted(found) if named else [path]):
         if not file.is_file():
             got = "a pipe or a device" if file.exists() else "which does not exist"
@@ -286,7 +287,7 @@ def _matching(
 
 def _entries(place: Path, part: str, left: dict[Path, str]) -> Iterator[Path]:
     """What a part of a pattern matches in a folder; adds to `left` what it skips."""
-    kinds = {} if part.startswith(".") else {".*": "hidden"}
+    kinds = {} if part.startswith(".") else {".*": "hidden files"}
     kinds |= {kind: kind for kind, word in NO_DATA.items() if word not in part}
     for entry in place.iterdir() if place.is_dir() else ():
         if fnmatch.fnmatchcase(entry.name, part):
@@ -303,14 +304,13 @@ def _is_written(folder: Path, left: dict[Path, str]) -> bool:
             with file.open(encoding="utf-8", errors="replace") as opened:
                 start = opened.read(PIECE)
             if all(key in start for key in keys):  # and not another program's
-                left[folder] = f"a run wrote {name}"
+                left[folder] = f"what a run wrote ({name})"
     return folder in left
 
 
 @lru_cache  # a command lists its data more than once
-def _say_left_out(paths: tuple[Path, ...], why: str) -> None:
-    more = f" and {len(paths) - 1:,} more are" if paths[1:] else " is"
-    logger.warning("data: '%s'%s left out (%s)", paths[0], more, why)
+def _say_left_out(names: str, why: str) -> None:
+    logger.warning("data: left out %s: %s", why, names)
 
 
 def _enter(folder: Path, entered: set[Path]) -> set[Path]:
