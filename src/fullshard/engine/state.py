@@ -604,7 +604,8 @@ def matching_settings(
         CheckpointError: The saved groups have other parameters, or lack a setting.
     """
     names = param_names(model, optimizer)
-    needed = [k for k, v in optimizer.defaults.items() if not isinstance(v, bool | None)]
+    defaults: dict[str, Any] = getattr(optimizer, "defaults", {})
+    needed = [k for k, v in defaults.items() if not isinstance(v, bool | None)]
     by_params = {frozenset(group["params"]): group for group in saved}
     found: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
