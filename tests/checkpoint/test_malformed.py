@@ -156,7 +156,8 @@ def seal(folder, name="COMPLETE.json"):
         data = (folder / name).read_bytes()
         table["files"][name] = [len(data), xxhash.xxh3_128_hexdigest(data)]
     table.pop("checksum", None)
-    path.write_text(json.dumps(table))
+    sealed = xxhash.xxh3_128_hexdigest(json.dumps(table, sort_keys=True).encode())
+    path.write_text(json.dumps({**table, "checksum": sealed}))
 
 
 def change_json(path, data):
@@ -326,16 +327,35 @@ def test_the_step_of_a_checkpoint_is_protected(seeds, tmp_path):
     folder = shutil.copytree(seeds / "ours" / "step-00000007", tmp_path / "it")
     path = folder / "COMPLETE.json"
     text = path.read_text()
-    path.write_text(text.replace('"step": 7', '"step": 5'))
-    with pytest.raises(FullshardError, match="values that differ from those written"):
-        newest_complete(folder)
-    seal(folder)  # as the first ones were written: without a checksum of their own
+    other = json.loads(text.replace('"step": 7', '"step": 5'))
+    for checksum in ({}, {"checksum": None}, {"checksum": other.pop("checksum")}):
+        path.write_text(json.dumps({**other, **checksum}))
+        with pytest.raises(FullshardError, match="values that differ from those written"):
+            newest_complete(folder)
+    seal(folder)
     with pytest.raises(FullshardError, match=r"step 7 in state\.json and 5 in"):
         taken(folder)
     path.write_text(text)
     seal(folder)
     assert Manifest.from_json(path.read_bytes(), "").step == 7
     assert taken(folder)["step"] == 7
+
+
+def test_an_optimizers_group_without_a_setting_is_refused(seeds, tmp_path):
+    folder = shutil.copytree(seeds / "ours" / "step-00000007", tmp_path / "it")
+    model, optimizer = model_and_optimizer()
+    state = json.loads((folder / "state.json").read_text())
+    (group,) = state["optimizer"]["groups"]
+    rate, names = group.pop("lr"), group["params"]
+    for settings in (group, {"params": names}):  # the second is as of optax, which has no groups
+        state["optimizer"]["groups"] = [settings]
+        (folder / "state.json").write_text(json.dumps(state))
+        seal(folder, "state.json")
+        if settings is group:
+            with pytest.raises(FullshardError, match="expected lr in the saved settings of each"):
+                fs.load(folder, model, optimizer)
+    fs.load(folder, model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == rate
 
 
 def test_a_dtype_other_than_its_files_is_refused(fullshard, seeds, tmp_path):

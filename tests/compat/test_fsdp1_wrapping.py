@@ -1,7 +1,9 @@
 """What FSDP1's constructor takes, and what it refuses."""
 
 import functools
+import os
 import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -143,6 +145,12 @@ def test_process_groups_and_meshes():
     model(x).sum().backward()
     assert type(expert.module.weight) is nn.Parameter  # this rank's own, not reduced
     assert expert.module.weight.grad.shape == (16, 16)
+    launch = {"RANK": str(rank()), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    apart = FSDP(build(), process_group=groups[0])
+    with patch.dict(os.environ, launch):
+        assert model(x).shape == (2, 16)
+        with pytest.raises(ValueError, match="the 2 ranks of torchrun; the model has one of 1"):
+            apart(x)
 
 
 class WithNorm(nn.Module):

@@ -267,12 +267,31 @@ def test_what_runs_wrote_among_the_data_is_left_out_unless_it_is_named(
         **{"d/run*/a.txt": runs, "d/**/events*": ["d/events.out.tfevents.1"]},
     }.items():
         assert sorted(str(file) for file in files_at(Path(pattern)).files) == expected
-    assert caplog.text.count("'d/run' is left out, because a run wrote it (run.json)") == 1
+    assert caplog.text.count("left out what a run wrote (run.json): 'd/run', 'd/run.1'\n") == 1
     for pattern in ("d/r*", "d/r*/logs/*", "d/run*/logs"):
-        with pytest.raises(DataError, match=r"left out: 'd/run' \(run.json\).* Set the path of"):
+        with pytest.raises(DataError, match=r"left out: 'd/run' \(what a run wrote \(run.json\)\)"):
             files_at(Path(pattern))
     with pytest.raises(DataError, match=r"got 'd/run\*/none.txt', which does not exist"):
         files_at(Path("d/run*/none.txt"))
+
+
+def test_hidden_files_and_backups_of_editors_are_left_out_unless_they_are_named(tmp_path, caplog):
+    left = ["#a.txt#", ".DS_Store", ".a.txt.swp", "a.txt.bak", "a.txt.orig", "a.txt~", "b.txt~"]
+    for name in ("a.txt", *left):
+        (tmp_path / name).write_text(name)
+    for pattern in ("", "*", "**"):
+        assert files_at(tmp_path / pattern).files == (tmp_path / "a.txt",)
+    assert f"left out *~: '{tmp_path}/a.txt~', '{tmp_path}/b.txt~'\n" in caplog.text
+    assert (
+        f"left out hidden files: '{tmp_path}/.DS_Store', '{tmp_path}/.a.txt.swp'\n" in caplog.text
+    )
+    assert len(caplog.messages) == 5
+    for pattern, found in {"*~": left[-2:], "*.bak": left[3:4], ".*p": left[2:3]}.items():
+        assert [file.name for file in files_at(tmp_path / pattern).files] == found
+    assert files_at(tmp_path / left[0]).files == (tmp_path / left[0],)
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(DataError, match=r"got none but those that are left out: '.*a.txt#' \(#"):
+        files_at(tmp_path)
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -401,6 +420,8 @@ def test_arrays_that_cannot_be_tokens_of_this_tokenizer_are_refused(
     refused(tmp_path / "d.bin", "version 9 of llm.c's format, not 1", tokenizer=tokenizer)
     np.save(tmp_path / "d.npy", np.zeros((3, 4), np.int32))
     refused(tmp_path / "d.npy", "one axis of integers", tokenizer=tokenizer)
+    (tmp_path / "e.npy").write_bytes((tmp_path / "0.npy").read_bytes() + bytes(2))
+    refused(tmp_path / "e.npy", "2 bytes follow its [0-9,]+ tokens", tokenizer=tokenizer)
     (tmp_path / "e.bin").write_bytes(b"123")
     refused(tmp_path / "e.bin", "not a whole number of uint16", tokenizer=tokenizer)
     megatron(tmp_path / "f.bin", ids.astype(np.uint16), 4)

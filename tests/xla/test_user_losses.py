@@ -169,6 +169,32 @@ def counted(dtype, num_tokens):
     return int(count), float(metrics["grad_norm"])
 
 
+def counted_beyond_int32():
+    """Of a step and an evaluation on 4 devices: each counts nearly 2^31 labels in int32."""
+    mesh = fj.make_mesh(1, 4, devices=jax.devices()[:4])
+    with jax.enable_x64(False):
+        plan = fj.plan({"w": jax.ShapeDtypeStruct((8,), jnp.float32)}, None, mesh)
+
+        def loss(params, batch):
+            count = jnp.int32(2**31 - 8) + batch.astype(jnp.int32).sum()
+            return params["w"].sum() * count, count, {"seen": -count}
+
+        batch, tx = np.ones((2, 4), np.float32), optax.sgd(1.0)
+        step = fj.train_step(plan, loss, tx, num_micro_batches=2)
+        state, metrics = step(fj.shard(plan, {"w": jnp.ones(8)}, tx), batch)
+        found = fj.eval_step(plan, loss)(state, batch[0])
+    moved = np.asarray(state.params["w"]).tolist()
+    return moved, jax.tree.map(float, metrics), jax.tree.map(float, found)
+
+
+def test_counts_and_metrics_in_int32_do_not_wrap(devices):
+    moved, metrics, (total, count, seen) = devices(counted_beyond_int32)
+    assert moved == pytest.approx([0.0] * 8, abs=1e-6)
+    assert (metrics["loss"], metrics["seen"]) == pytest.approx((8.0, -1.0))
+    assert metrics["num_tokens"] == count == pytest.approx(2**31 - 1)
+    assert (total, seen["seen"]) == pytest.approx((0.0, -(2**31)), abs=1e5)
+
+
 def with_metrics_alone():
     """Metrics of a loss that changes no variables, whose batch has scalars; the tutorial's loss."""
     mesh = fj.make_mesh(1, 4, devices=jax.devices()[:4])

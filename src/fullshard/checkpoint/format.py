@@ -326,7 +326,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str | bytes, origin: str) -> Manifest:
-        """Parses COMPLETE.json; files of the first versions have no checksum of their own.
+        """Parses COMPLETE.json.
 
         Raises:
             CheckpointError: It is not such a file; names `origin`.
@@ -344,7 +344,7 @@ class Manifest:
                 )
             checksum = table.pop("checksum", None)
             folder = _file_name(table["folder"]) if "folder" in table else ""
-            if checksum not in (None, _checksum(table)) or len(table) != 4 + bool(folder):
+            if checksum != _checksum(table) or len(table) != 4 + bool(folder):
                 raise ValueError("values that differ from those written")
             step = None if table["step"] is None else natural(table["step"])
             entries = table["files"].items()

@@ -417,7 +417,8 @@ def _rules_out(name: str, value: object, rival: str, other: object) -> bool:
     """
     if is_auto(value) or is_auto(other):
         return False
-    if name not in UNASKED or not agree(name, value, UNASKED[name]):
+    unasked = (None, *UNASKED.get(name, ()))
+    if not any(agree(name, value, nothing) for nothing in unasked):
         return True
     asks = (move.on for move in MOVES if (move.source, move.target) == (name, rival))
     return any(agree(rival, other, on) for on in asks)

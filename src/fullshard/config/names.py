@@ -89,5 +89,9 @@ RIVALS = (
     ("training.warmup_ratio", "training.warmup_steps"),
 )
 
-# Values that ask for nothing, so that a key with the same meaning still decides.
-UNASKED = {"training.bf16": False, "training.fp16": False, "training.max_steps": -1}
+# Values that ask for nothing, so that a key with the same meaning still decides (null: of any key).
+UNASKED = {
+    **dict.fromkeys(("training.bf16", "training.fp16"), (False,)),
+    **dict.fromkeys(("training.warmup_steps", "training.warmup_ratio"), (0,)),
+    "training.max_steps": (-1, 0),
+}

@@ -79,7 +79,7 @@ def show(value: object) -> str:
         case dict():
             return "a mapping"
         case list() | tuple():
-            return "a list"
+            return "a list" if value else "an empty list"
         case _:
             text = str(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -188,10 +188,12 @@ IDLE: tuple[tuple[str, str, str, Callable[[Any], object]], ...] = (
     ("training", _BETAS, ".optim", lambda c: c.training.optim in _WITHOUT_BETAS),
     ("training", _WARMUP, ".lr_scheduler_type", lambda c: c.training.lr_scheduler_type is _FLAT),
     ("training", "warmup_ratio", ".warmup_steps", lambda c: c.training.warmup_steps),
+    ("training", "warmup_steps", ".warmup_ratio", lambda c: not c.training.warmup_steps),
     ("training", "save_steps", ".save_strategy", lambda c: c.training.saves is not _STEPS),
     ("training", "save_total_limit", ".save_strategy", lambda c: c.training.saves is _NO),
     ("training", "eval_steps", ".eval_strategy", lambda c: c.training.evaluates is not _STEPS),
     ("training", "num_train_epochs", ".max_steps", lambda c: c.training.max_steps > 0),
+    ("training", "max_steps", ".num_train_epochs", lambda c: c.training.max_steps < 1),
     ("training", "project", ".report_to", lambda c: not c.training.report_to),
     ("training", "logging_dir", ".report_to", lambda c: "tensorboard" not in c.training.report_to),
     (

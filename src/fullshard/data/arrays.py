@@ -194,6 +194,8 @@ def _npy(file: Path) -> tuple[TokenFile, str]:
         raise ValueError(
             f"it contains {array.dtype} of shape {array.shape} instead of one axis of integers"
         )
+    if (more := file.stat().st_size - array.offset - array.nbytes) > 0:
+        raise ValueError(f"{more:,} bytes follow its {len(array):,} tokens")
     return TokenFile(str(file.absolute()), array.dtype.str, array.offset, len(array)), "the header"
 
 

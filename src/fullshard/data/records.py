@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 from fullshard.config.regular_files import did_you_mean_path
 from fullshard.config.values import nearest
 from fullshard.data.arrays import tokens_in
+from fullshard.engine.hugging_face import some
 from fullshard.errors import DataError, untrusted
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,11 @@ WRITTEN = {
     "COMPLETE.json": ('"format"', '"fullshard-checkpoint"'),
     "cache.json": ('"num_train_sequences"', '"num_train_tokens"'),
 }
-EVENTS = "events.out.tfevents."  # TensorBoard's files
+# Files of editors, file systems and TensorBoard, which a pattern with the word on the right names.
+NO_DATA = {
+    **{"*~": "~", "#*#": "#", "*.bak": ".bak", "*.orig": ".orig"},
+    **{"lost+found": "lost+found", "events.out.tfevents.*": "events"},
+}
 SPLIT = "train"
 PIECE = 1 << 18  # bytes read at a time
 LINE_BYTES = 1 << 20  # distance to search for the end of a line of text
@@ -157,8 +162,8 @@ class Corpus:
 def files_at(path: Path) -> Corpus:
     """The files of a path: a file, a folder or a pattern (`corpus/*.jsonl`, `**` for subfolders).
 
-    Folders of runs, checkpoints and cached logits are left out, unless the path names them or its
-    last part names a file in them (`runs/*/samples.jsonl`).
+    Hidden files, backups of editors (`a.txt~`) and folders of runs, checkpoints and cached logits
+    are left out and logged, unless the path names them or a file in them (`runs/*/samples.jsonl`).
 
     Raises:
         DataError: There is no file, or files are of several kinds.
@@ -223,13 +228,13 @@ def _found(path: Path) -> list[Path]:
     if named and not found:
         found = {one for one in _matching(place, (*parts, "**"), left) if not one.is_dir()}
     if left and not found:
-        folders = ", ".join(f"'{folder}' ({mark})" for folder, mark in sorted(left.items())[:3])
+        listed = some([f"'{one}' ({why})" for one, why in sorted(left.items())])
         raise DataError(
-            f"data.path: expected files in '{path}', got none outside of folders that a run wrote, "
-            f"which are left out: {folders}. Set the path of such a folder to read it."
+            f"data.path: expected files in '{path}', got none but those that are left out: "
+            f"{listed}. Set the path of such a file or folder to read it."
         )
-    for folder, mark in left.items():
-        _say_left_out(folder, mark)
+    for why in sorted(set(left.values())):
+        _say_left_out(some(sorted(f"'{one}'" for one in left if left[one] == why)), why)
     for file in (files := sorted(found) if named else [path]):
         if not file.is_file():
             got = "a pipe or a device" if file.exists() else "which does not exist"
@@ -248,7 +253,7 @@ def _matching(
     Args:
         place: A file or folder.
         parts: The rest of the pattern.
-        left: Gets each folder that is left out, and the file that shows that a run wrote it.
+        left: Gets each file and folder that is left out, and why.
         entered: Folders that the `**` before it has entered, without links.
 
     Raises:
@@ -267,9 +272,7 @@ def _matching(
     if part == "**":
         entered = _enter(place, set() if entered is None else entered)
         yield from _matching(place, rest, left)
-    for entry in place.iterdir() if place.is_dir() else ():
-        if _is_hidden(entry.name, part) or not fnmatch.fnmatchcase(entry.name, part):
-            continue
+    for entry in _entries(place, part, left):
         is_folder = entry.is_dir()
         is_entered = is_folder and (part == "**" or rest)
         if is_entered and glob.has_magic(parts[-1]) and _is_written(entry, left):
@@ -282,10 +285,16 @@ def _matching(
             yield entry
 
 
-def _is_hidden(name: str, part: str) -> bool:
-    """Whether a part of a pattern skips a name: a hidden one, the file system's, TensorBoard's."""
-    is_hidden = name.startswith(".") > part.startswith(".")
-    return is_hidden or name == "lost+found" or name.startswith(EVENTS) > ("events" in part)
+def _entries(place: Path, part: str, left: dict[Path, str]) -> Iterator[Path]:
+    """What a part of a pattern matches in a folder; adds to `left` what it skips."""
+    kinds = {} if part.startswith(".") else {".*": "hidden files"}
+    kinds |= {kind: kind for kind, word in NO_DATA.items() if word not in part}
+    for entry in place.iterdir() if place.is_dir() else ():
+        if fnmatch.fnmatchcase(entry.name, part):
+            if why := next((kinds[k] for k in kinds if fnmatch.fnmatchcase(entry.name, k)), ""):
+                left[entry] = why
+            else:
+                yield entry
 
 
 def _is_written(folder: Path, left: dict[Path, str]) -> bool:
@@ -295,13 +304,13 @@ def _is_written(folder: Path, left: dict[Path, str]) -> bool:
             with file.open(encoding="utf-8", errors="replace") as opened:
                 start = opened.read(PIECE)
             if all(key in start for key in keys):  # and not another program's
-                left[folder] = name
+                left[folder] = f"what a run wrote ({name})"
     return folder in left
 
 
 @lru_cache  # a command lists its data more than once
-def _say_left_out(folder: Path, mark: str) -> None:
-    logger.warning("data: '%s' is left out, because a run wrote it (%s)", folder, mark)
+def _say_left_out(names: str, why: str) -> None:
+    logger.warning("data: left out %s: %s", why, names)
 
 
 def _enter(folder: Path, entered: set[Path]) -> set[Path]:

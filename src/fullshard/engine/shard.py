@@ -106,8 +106,8 @@ def shard_model(
     if given.recut is None:
         _refuse_parts(model)
     device = compute_device(model)
-    if config.transport is not TransportKind.FAKE and not given.alone:
-        _check_world()
+    if config.transport is not TransportKind.FAKE:
+        _check_world(alone=given.alone)
     mesh = mesh_of(config, topology)
     experts = _meshes_of_experts(model, config, mesh)
     refuse_sample(given.sample, max(one.inner for one in (mesh, *experts.values())))
@@ -308,21 +308,24 @@ def _free_deleted(plan: Plan) -> None:
         gc.collect()
 
 
-def _check_world() -> None:
+def _check_world(*, alone: bool) -> None:
     """Checks that this rank does not train apart from the others of its launch.
 
+    Args:
+        alone: Whether the model's process group has only this rank.
+
     Raises:
-        ConfigError: The launch has more ranks than the process group.
+        ConfigError: The launch has more ranks than the model's process group.
     """
-    have = dist.get_world_size() if dist.is_initialized() else 0
+    have = 1 if alone else dist.get_world_size() if dist.is_initialized() else 0
     launch = read_launch_environment()
     if launch is not None and launch.world_size > max(have, 1):
         raise ConfigError(
             f"WORLD_SIZE: expected a process group of the {launch.world_size} ranks of "
-            f"{launch.launcher}; there is {f'one of {have}' if have else 'none'}. Call "
-            "torch.distributed.init_process_group before fs.shard for all of them. To train in "
-            "smaller groups on purpose, delete the launcher's variables, such as RANK and "
-            "WORLD_SIZE, from os.environ before."
+            f"{launch.launcher}; the model has {f'one of {have}' if have else 'none'}. Call "
+            "torch.distributed.init_process_group for all of them first, and pass the outermost "
+            "module no smaller process_group. To train in smaller groups on purpose, delete the "
+            "launcher's variables, such as RANK and WORLD_SIZE, from os.environ before."
         )
 
 

@@ -79,8 +79,10 @@ def hook_loading(model: nn.Module, engine: Engine) -> list[Any]:
     return handles + slices
 
 
-def _refuse_empty(_model: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
-    if not prefix and not state_dict:
+def _refuse_empty(
+    _model: nn.Module, state_dict: Any, prefix: str, _metadata: Any, strict: Any, *_: Any
+) -> None:
+    if strict and not prefix and not state_dict:
         raise ShardedTensorError(
             "load_state_dict: expected whole tensors on every rank; got an empty dict, as "
             "fs.full_state_dict returns on all ranks except rank 0. Call fs.load_full_state(model, "
@@ -599,9 +601,11 @@ def matching_settings(
     """The saved settings of each of an optimizer's groups.
 
     Raises:
-        CheckpointError: The saved groups have other parameters.
+        CheckpointError: The saved groups have other parameters, or lack a setting.
     """
     names = param_names(model, optimizer)
+    defaults: dict[str, Any] = getattr(optimizer, "defaults", {})
+    needed = [k for k, v in defaults.items() if not isinstance(v, bool | None)]
     by_params = {frozenset(group["params"]): group for group in saved}
     found: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
@@ -614,6 +618,12 @@ def matching_settings(
                 f"{', '.join(params[:3])}{', ...' if len(params) > 3 else ''}. Build the optimizer "
                 "with the same groups, or load the model without it."
             )
-        settings = by_params[frozenset(params)]
-        found.append({key: value for key, value in settings.items() if key != "params"})
+        settings = {k: v for k, v in by_params[frozenset(params)].items() if k != "params"}
+        if settings and (lost := [key for key in needed if key not in settings]):  # optax has none
+            raise CheckpointError(
+                f"optimizer: expected {', '.join(lost)} in the saved settings of each group; got "
+                f"only {', '.join(settings)}. Copy the checkpoint again, or load the model without "
+                "the optimizer."
+            )
+        found.append(settings)
     return found

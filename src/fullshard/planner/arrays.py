@@ -206,9 +206,9 @@ class ArraysPlan(PlanDocument):
 
         They are those of the traced step, or, before there is one, the most that the arrays need:
         blocks are gathered again in backward if the strategy reshards. There is one per tensor. A
-        small one sums the loss, the label tokens (in two parts, which float32 adds exactly) and the
-        squared norm of the gradients. Sums over a tensor axis and exchanges over an expert axis are
-        the model's own: the traced step has them.
+        small one sums the loss, the label tokens (rounded, and in bytes, which float32 adds
+        exactly) and the squared norm of the gradients. Sums over a tensor axis and exchanges over
+        an expert axis are the model's own: the traced step has them.
         """
         known = {
             row[1]: Collectives(*row[2:]) for row in self.traced if row[0] == num_micro_batches
@@ -224,8 +224,8 @@ class ArraysPlan(PlanDocument):
                 )
         scalar = max(ITEMSIZE[array.dtypes.accumulate] for array in self.arrays)
         if self.mesh.num_copies > 1:
-            # loss, norm and the bytes of a count that is as wide
-            found[REDUCE] = found[REDUCE].plus(1, (2 + scalar) * scalar)
+            # loss, norm, and a count that is as wide, rounded and as bytes
+            found[REDUCE] = found[REDUCE].plus(1, (3 + scalar) * scalar)
         return found
 
     def forward_gathers(self, num_micro_batches: int = 1) -> Collectives:

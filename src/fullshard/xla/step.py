@@ -342,8 +342,10 @@ def eval_step(plan: XlaPlan, loss_fn: LossFn) -> Callable[[State, Any], tuple[An
         given = {} if variables is None else {"variables": variables}
         met = whole_but_blocks(plan, plan.with_arrays(partial(once, plan), params))
         sums = sums_of(plan, loss_fn, met, batch, given, new=False)
-        found = _over_devices(plan, sums[:3])
-        return found[:2] if sums.metrics is None else found[:3]
+        near = jax.tree.map(partial(_near, plan), sums[1:3])
+        total, count, (metrics, near), _ = _over_devices(plan, (*sums[:2], (sums[2], near)))
+        found = total, *jax.tree.map(_limited, (count, metrics), near)
+        return found[:2] if sums.metrics is None else found
 
     axes = live_axes(plan.mesh)
 
@@ -439,7 +441,8 @@ def _gradients(
         (_, sums), grads = value_and_grad(trained(plan, here), here, batch, variables, at)
         found = reduce_whole(plan, jax.tree.leaves(grads))
         kept = [old + new.astype(old.dtype) for old, new in zip(kept, found, strict=True)]
-        return (kept, sums.variables), (sums.total, sums.count, sums.metrics)
+        near = jax.tree.map(partial(_near, plan), (sums.metrics, sums.count))
+        return (kept, sums.variables), (sums.total, sums.count, near)
 
     mine = jax.tree.leaves(trained(plan, params))
     pairs = zip(plan.trained_arrays, mine, strict=True)
@@ -451,16 +454,16 @@ def _gradients(
         turns = (jnp.arange(num_micro_batches), batch)
         (grads, variables), sums = lax.scan(micro_batch, carry, turns)
         sums = jax.tree.map(lambda x: x.astype(_wide(plan, x)).sum(0), sums)
-    sums = *sums[:2], (sums[2], _squares(plan, grads), [grads[at] for at in plan.joined])
-    total, count, (metrics, parts, added), variables = _over_devices(plan, sums, variables)
+    sums = *sums[:2], (*sums[2], _squares(plan, grads), [grads[at] for at in plan.joined])
+    total, count, (metrics, near, parts, added), variables = _over_devices(plan, sums, variables)
     for at, grad in zip(plan.joined, added, strict=True):
         grads[at] = grad.astype(grads[at].dtype)
         parts[plan.trained_arrays[at].cut.tensor is not None] += jnp.sum(jnp.square(grads[at]))
     squares = parts[0] + sum(all_reduce(parts[1:], live_axes(plan.mesh, (TENSOR,))))
-    divisor = jnp.where(count == 0, 1, count)
+    divisor = jnp.where(near == 0, 1, near)
     grads = [grad / divisor.astype(grad.dtype) for grad in grads]
     means = {**(metrics or {}), "loss": total, "grad_norm": jnp.sqrt(squares)}
-    metrics = jax.tree.map(lambda x: x / divisor, means) | {"num_tokens": count}
+    metrics = jax.tree.map(lambda x: x / divisor, means) | {"num_tokens": _limited(count, near)}
     structure = jax.tree.structure(trained(plan, params))
     return jax.tree.unflatten(structure, grads), metrics, variables
 
@@ -527,6 +530,21 @@ def _whole(leaf: jax.Array, parts: jax.Array) -> jax.Array:
     words = parts.astype(leaf.dtype if leaf.dtype.itemsize >= _WORD else jnp.int32)
     placed = jnp.stack([word << 8 * at for at, word in enumerate(words)])
     return placed.sum(0, dtype=words.dtype).astype(leaf.dtype)
+
+
+def _near(plan: XlaPlan, value: jax.Array) -> jax.Array:
+    """A number in a floating-point dtype, whose sums do not wrap as those of int32 do."""
+    is_float = jnp.issubdtype(value.dtype, jnp.floating)
+    return value.astype(_wide(plan, value if is_float else jnp.zeros((), jnp.float32)))
+
+
+def _limited(value: jax.Array, near: jax.Array) -> jax.Array:
+    """A sum; of integers the nearest that the dtype has, where it would wrap."""
+    if jnp.issubdtype(value.dtype, jnp.floating):
+        return value
+    limits = jnp.iinfo(value.dtype)
+    far = jnp.where(near < 0, *(jnp.array(x, value.dtype) for x in (limits.min, limits.max)))
+    return jnp.where(jnp.abs(near) < float(limits.max), value, far)
 
 
 def _wide(plan: XlaPlan, value: Any) -> Any:

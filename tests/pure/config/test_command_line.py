@@ -92,9 +92,15 @@ def test_what_says_the_same_in_another_way_gives_way(load):
 
 def test_what_asks_for_nothing_leaves_the_files_choice(load):
     without = FILE.replace("bf16: true, max_steps: 10", "fp16: true, num_train_epochs: 1")
-    config = load("bf16=false", "max_steps=-1", text=without)
-    assert config.sharding.param_dtype is DType.FLOAT16
-    assert config.training.num_train_epochs == 1
+    for steps in ("-1", "0"):
+        config = load("bf16=false", f"max_steps={steps}", "warmup_ratio=0", text=without)
+        assert config.sharding.param_dtype is DType.FLOAT16
+        assert (config.training.num_train_epochs, config.training.warmup_steps) == (1, 3)
+    share = FILE.replace("warmup_steps: 3", "warmup_ratio: 0.1, train_batch_size: 6")
+    assert load("warmup_steps=0", text=share).training.warmup_ratio == 0.1
+    assert load("per_device_train_batch_size=2", text=share).training.train_batch_size is None
+    share = share.replace("train_batch_size", "per_device_train_batch_size")
+    assert load("train_batch_size=null", text=share).training.per_device_train_batch_size == 6
     halves = FILE.replace("bf16: true, ", "") + "sharding: {param_dtype: PARAM}\n"
     for param, kept in (("fp16", DType.FLOAT16), ("bf16", None)):
         assert load("bf16=no", text=halves.replace("PARAM", param)).sharding.param_dtype is kept

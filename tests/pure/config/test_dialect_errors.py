@@ -59,6 +59,7 @@ FILES = (
     "distributed_config: {tp_size: 2, tp_plan: {a: colwise}}\n",
     "parallelism: {tensor_parallel_degre: 2}\n",
     "base_model: x\ndatasets: [{path: a, split: 'train[:10%]'}]\n",
+    "base_model: x\ndatasets: []\npretraining_dataset: ''\n",
 )
 
 

@@ -55,10 +55,11 @@ def test_more_ranks_in_the_environment_than_in_the_group_are_an_error(monkeypatc
         if own:
             dist.destroy_process_group()
     assert str(caught.value) == (
-        "WORLD_SIZE: expected a process group of the 4 ranks of torchrun; there is "
-        f"{'one of 1' if own else 'none'}. Call torch.distributed.init_process_group before "
-        "fs.shard for all of them. To train in smaller groups on purpose, delete the launcher's "
-        "variables, such as RANK and WORLD_SIZE, from os.environ before."
+        "WORLD_SIZE: expected a process group of the 4 ranks of torchrun; the model has "
+        f"{'one of 1' if own else 'none'}. Call torch.distributed.init_process_group for all of "
+        "them first, and pass the outermost module no smaller process_group. To train in smaller "
+        "groups on purpose, delete the launcher's variables, such as RANK and WORLD_SIZE, from "
+        "os.environ before."
     )
     assert shard is not fs.shard or type(model.weight) is nn.Parameter
 

@@ -7,6 +7,7 @@ from typing import cast
 from fullshard.config.dialects.accelerate import FSDP
 from fullshard.config.dialects.mesh import axes
 from fullshard.config.dialects.rules import (
+    NOTHING,
     Meaning,
     Rule,
     Said,
@@ -56,10 +57,11 @@ def _precision(name: str) -> Rule:
 _PARTS = {"split": "train", "shards": 1, "shards_idx": 0, "skip": 0, "data_files": "", "name": ""}
 
 
-@unless()
 def _datasets(value: object, _: Said) -> Meaning:
+    if value is None:
+        return NOTHING
     members = cast("list[object]", value) if isinstance(value, list) else [value]
-    entry = mapping_of(members[0])
+    entry = mapping_of(members[0] if members else None)
     if is_empty(entry.get("path")):
         raise Rejected("a list of mappings with path")
     for part, everything in _PARTS.items():
