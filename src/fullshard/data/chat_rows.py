@@ -69,7 +69,7 @@ from fullshard.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VERSION = 4  # changes when the same conversations give other tokens
+VERSION = 5  # changes when the same conversations give other tokens
 BEGINS, COUNTS, BITS = 1, 2, 2  # flags of a value, and how many there are
 ARRAYS = ("starts", "sizes", "rows", "lengths")
 
@@ -227,7 +227,7 @@ def chat_source(path: Path | None) -> Corpus:
     files = files_at(path)
     if files.kind in (FileKind.TEXT, FileKind.ARRAY):
         raise DataError(
-            f"data.path: expected chat data (JSONL, JSON, parquet, a datasets folder), got "
+            f"data.path: expected chat data (.jsonl, .json, .parquet, a datasets folder), got "
             f"{files.kind} in '{path}'. Use `fullshard train` for plain text."
         )
     return files
