@@ -387,13 +387,20 @@ def _template(tokenizer: PreTrainedTokenizerBase, example: Example) -> str:
     return template or ""
 
 
+def prompt_ids(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens of an example up to its last answer, with the start tokens that are trained."""
+    text = prompt_of(example, tokenizer)
+    if not example.is_plain:
+        return _ids(text, tokenizer)
+    ids = cast("list[int]", tokenizer(text)["input_ids"])
+    ends = isinstance(tokenizer.eos_token_id, int) and ids[-1:] == [tokenizer.eos_token_id]
+    return ids[:-1] if ends and len(ids) > 1 else ids  # some tokenizers end every text
+
+
 def _encode_plain(example: Example, tokenizer: PreTrainedTokenizerBase, sft: SftConfig) -> Encoded:
-    before, after = (str(message["content"]) for message in example.messages)
-    prompt = cast("list[int]", tokenizer(before)["input_ids"])
+    prompt = prompt_ids(example, tokenizer)
     end = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
-    if end and prompt[-1:] == end and len(prompt) > 1:
-        prompt = prompt[:-1]  # some tokenizers end every text
-    completion = [*_ids(after, tokenizer), *end]
+    completion = [*_ids(str(example.messages[1]["content"]), tokenizer), *end]
     first = sft.completion_only_loss is False
     return Encoded(prompt + completion, [first] * len(prompt) + [True] * len(completion))
 
