@@ -60,6 +60,7 @@ _PAIRS += (("prompt", "response"),)
 _TEXTS = {"completion", *(column for pair in _PAIRS for column in pair)}
 _SYSTEM = ("system", "system_prompt")  # columns of the first message
 _WITH_INPUT = ("instruction", "query")  # columns that a column `input` continues
+_FOR_TEMPLATES = ("functions", "documents", "chat_template_kwargs")  # columns of other tools
 _PARTS = ("context", "history")  # columns of other parts of a prompt, which no format here has
 # Keys by which other tools exclude a message, or a part of it, from training.
 _WEIGHTS = ("weight", "loss", "train", "training", "train_detail", "training_detail")
@@ -115,6 +116,12 @@ def read_examples(spans: Iterable[Span]) -> Iterator[Example]:
                 f"data.path: expected columns among {_FORMS}; got {quoted(got)} at "
                 f"{record}. Rename them, or use `fullshard train` for plain text."
             )
+        for column in _FOR_TEMPLATES:
+            if record.value.get(column):
+                raise DataError(
+                    f"data.path: expected 'tools' as the only column for the chat template beside "
+                    f"the texts, got '{column}' at {record}. Rename or remove it."
+                )
         yield reader(record)
 
 

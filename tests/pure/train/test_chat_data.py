@@ -181,6 +181,7 @@ def test_parquet_and_datasets_folders_are_read_as_jsonl_is(tmp_path):
             '[{"from": "human", "value": "b"}]}',
             "and a text in 'conversations' that is in none of its messages",
         ),
+        ('{"question": "q", "answer": "a", "functions": [{"name": "f"}]}', "got 'functions' at "),
         ('{"instruction": "a", "output": null}', "got 'instruction', 'output (null)' at "),
         (
             '{"messages": [{"role": "user", "content": "a", "train": true}]}',
