@@ -156,11 +156,13 @@ def _refuse_others(record: Record, messages: Sequence[Message], *columns: str) -
     texts = {str(message["content"]).strip() for message in messages}
     longest = max(texts, key=len)
     for other, held in record.value.items():
+        if other in columns or not held:
+            continue
         found = [held] if other in _TEXTS and isinstance(held, str) else []
-        if other == "conversations" and held:
+        if other == "conversations":
             found = [str(message["content"]) for message in _messages(record, other)]
         found = [text for one in found if (text := one.strip()) not in {"", *texts}]
-        if other not in columns and any(not longest or longest not in text for text in found):
+        if any(not longest or longest not in text for text in found):
             raise DataError(
                 f"data.path: expected one conversation at {record}, got '{columns[0]}' and a text "
                 f"in '{other}' that is in none of its messages. Keep one of them."
