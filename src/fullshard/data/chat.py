@@ -119,7 +119,7 @@ def read_examples(spans: Iterable[Span]) -> Iterator[Example]:
         for column in _FOR_TEMPLATES:
             if record.value.get(column):
                 raise DataError(
-                    f"data.path: expected 'tools' as the only column for the chat template beside "
+                    "data.path: expected 'tools' as the only column for the chat template beside "
                     f"the texts, got '{column}' at {record}. Rename or remove it."
                 )
         yield reader(record)
@@ -494,11 +494,11 @@ def _without_parts(example: Example) -> Iterator[tuple[str, Example]]:
     if example.tools:
         yield "tools", replace(example, tools=None)
     for key in (*_CALLS, *_REASONING):
-        less = [dict(one) for one in example.messages]
-        some = less if key in _CALLS else less[-1:]  # templates leave out earlier reasoning
-        found = [one.pop(key, None) for one in some]
-        if any(found):
-            yield key, replace(example, messages=tuple(less))
+        # Templates leave out the reasoning of earlier messages.
+        first = 0 if key in _CALLS else len(example.messages) - 1
+        if any(message.get(key) for message in example.messages[first:]):
+            rest = ({k: v for k, v in m.items() if k != key} for m in example.messages[first:])
+            yield key, replace(example, messages=(*example.messages[:first], *rest))
 
 
 def _encode_spans(

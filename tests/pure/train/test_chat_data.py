@@ -267,13 +267,15 @@ def test_sampled_prompts_begin_as_trained_prompts_do_and_empty_ones_are_left_out
 
     found, rows = [], [pair("two", "four"), pair("two", "four"), pair("", "four")]
     made = train_tokenizer(["two and two is four"], 300)
+    set_template(made, None, ModelConfig(name_or_path="MODEL"))
     for _ in range(2):
         settings = settings_of(16, 0.5, SftConfig(num_samples=2))
         data = make_chat_dataset(source(tmp_path, rows), settings, made)
         found += [data.samples, data.arrays(np.array([0]), held_out=True)["input_ids"][0].tolist()]
         end = ("<|endoftext|>", 0)
         backend = made.backend_tokenizer
-        backend.post_processor = TemplateProcessing(single=f"{end[0]} $A {end[0]}", special_tokens=[end])
+        single = f"{end[0]} $A {end[0]}"
+        backend.post_processor = TemplateProcessing(single=single, special_tokens=[end])
     two, four = (made(text, add_special_tokens=False)["input_ids"] for text in ("two", "four"))
     assert found == [(two,), [*two, *four, 0], ([0, *two], [0]), [0, *two, *four, 0]]
 
