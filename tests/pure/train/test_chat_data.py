@@ -222,7 +222,7 @@ def test_answers_alone_are_learned_with_marks_and_without(tokenizer):
     plain.chat_template = UNMARKED.replace("<assistant>", "<assistant> ").replace("}>", "}> ")
     assert learned_text(turns, plain) == " four</s> (now)yes</s>"  # " f" begins before the answer
     plain.chat_template = "{% for m in messages[:-1] %}{{ m.content }};{% endfor %}"
-    with pytest.raises(DataError, match="expected the answer of message 1 in the chat temp"):
+    with pytest.raises(DataError, match="expected the answer of message 3 in the chat temp"):
         learned_text(turns, plain)  # otherwise the question would be learned
 
 
