@@ -333,7 +333,14 @@ def set_template(tokenizer: PreTrainedTokenizerBase, path: Path | None, model: M
         ConfigError: The path has no template.
     """
     if path is None:
-        tokenizer.chat_template = tokenizer.chat_template or PLAIN
+        found: object = tokenizer.chat_template or PLAIN
+        if not isinstance(found, str | dict):
+            raise ConfigError(
+                "model.name_or_path: expected a tokenizer whose chat_template is text, got "
+                f"{type(found).__name__}. Correct tokenizer_config.json, or set "
+                "sft.chat_template_path."
+            )
+        tokenizer.chat_template = found
         return
     files = (path / "chat_template.jinja",) if path.is_dir() else (path,)
     if files[0].is_file():

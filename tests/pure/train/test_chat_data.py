@@ -516,3 +516,6 @@ def test_a_file_of_a_template_is_utf_8_and_its_mark_is_no_text(tmp_path, tokeniz
     file.write_bytes("{{ messages }}".encode("utf-16"))
     with pytest.raises(ConfigError, match=r"chat.jinja': expected UTF-8 text; got UnicodeDecode"):
         set_template(made, file, ModelConfig(name_or_path="MODEL"))
+    made.chat_template = 5
+    with pytest.raises(ConfigError, match=r"a tokenizer whose chat_template is text, got int"):
+        set_template(made, None, ModelConfig(name_or_path="MODEL"))
