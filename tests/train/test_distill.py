@@ -156,6 +156,20 @@ def test_a_model_that_does_more_behind_its_head_is_refused():
         Head(AutoModelForCausalLM.from_config(config))
 
 
+def test_a_teacher_whose_code_changes_its_logits_is_refused():
+    own, other = student().train(), teacher()
+    recipe, plain = recipe_of(own, other, mixed(LOSSES[0], 1.0, 0.5, 0.5)), other.forward
+
+    def doubled(**inputs):
+        found = plain(**inputs)
+        found.logits = 2 * found.logits
+        return found
+
+    other.forward = doubled
+    with pytest.raises(ConfigError, match="Qwen3MoeForCausalLM with code that changes them"):
+        recipe.loss(own, batch())
+
+
 # ---- sharded -------------------------------------------------------------------------------------
 
 

@@ -141,7 +141,7 @@ def calibrate(
     tiny: Annotated[bool, typer.Option("--tiny")] = False,
     timeout: TimeLimit = 3600.0,
     wait: WaitFlag = False,
-    out: Path | None = None,
+    out: Annotated[Path | None, typer.Option(dir_okay=False)] = None,
 ) -> Outcome:
     """Measure this machine, so that `fullshard plan` can forecast the step time.
 

@@ -199,7 +199,7 @@ class DistillLoss(Choice):
     FORWARD_KL = "forward_kl", "kl kld fkl"  # KL(teacher || student): covers the whole distribution
     REVERSE_KL = "reverse_kl", "rkl"  # KL(student || teacher): covers the main modes
     JSD = "jsd", "js"  # generalized Jensen-Shannon: between both, by beta
-    HIDDEN = "hidden", "mse"  # hidden states, through learned projections
+    HIDDEN = "hidden"  # hidden states, through learned projections; mse may mean logits, too
 
 
 class Tracker(Choice):

@@ -21,6 +21,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import math
 import random
 import re
 import resource
@@ -59,9 +60,11 @@ _PAIRS += (("prompt", "response"),)
 _TEXTS = {"completion", *(column for pair in _PAIRS for column in pair)}
 _SYSTEM = ("system", "system_prompt")  # columns of the first message
 _WITH_INPUT = ("instruction", "query")  # columns that a column `input` continues
+_FOR_TEMPLATES = ("functions", "documents", "chat_template_kwargs")  # columns of other tools
 _PARTS = ("context", "history")  # columns of other parts of a prompt, which no format here has
 # Keys by which other tools exclude a message, or a part of it, from training.
 _WEIGHTS = ("weight", "loss", "train", "training", "train_detail", "training_detail")
+_WEIGHTS += ("loss_mask", "loss_weight")
 SHORTEST, LONGEST = 20, 160  # characters of a built-in answer: one sentence
 SEED = 0
 _FORMS = "messages, conversations, prompt and completion, instruction and output, question, answer"
@@ -106,10 +109,19 @@ def read_examples(spans: Iterable[Span]) -> Iterator[Example]:
     for record in (one for span in spans for one in read_records(span)):
         reader = _reader(record.value)
         if reader is None:
+            got = [
+                key if held is not None else f"{key} (null)" for key, held in record.value.items()
+            ]
             raise DataError(
-                f"data.path: expected columns among {_FORMS}; got {quoted(list(record.value))} at "
+                f"data.path: expected columns among {_FORMS}; got {quoted(got)} at "
                 f"{record}. Rename them, or use `fullshard train` for plain text."
             )
+        for column in _FOR_TEMPLATES:
+            if record.value.get(column):
+                raise DataError(
+                    "data.path: expected 'tools' as the only column for the chat template beside "
+                    f"the texts, got '{column}' at {record}. Rename or remove it."
+                )
         yield reader(record)
 
 
@@ -128,13 +140,7 @@ def _reader(value: Mapping[str, Any]) -> Any:
 def _turns(record: Record, column: str) -> Example:
     messages, system = _messages(record, column), _system(record)
     _check_weights(messages, record, column)
-    texts = {str(message["content"]).strip() for message in messages}
-    for other, text in record.value.items():
-        if other in _TEXTS and isinstance(text, str) and text.strip() not in {"", *texts}:
-            raise DataError(
-                f"data.path: expected one conversation at {record}, got '{column}' and a text in "
-                f"'{other}' that is in none of its messages. Keep one of them."
-            )
+    _refuse_others(record, messages, column)
     if messages[0]["role"] != "system":
         messages = (*system, *messages)
     elif system and system[0]["content"] != messages[0]["content"]:
@@ -143,6 +149,24 @@ def _turns(record: Record, column: str) -> Example:
             "Keep one of them."
         )
     return Example(messages, 0, False, record, _tools(record))
+
+
+def _refuse_others(record: Record, messages: Sequence[Message], *columns: str) -> None:
+    """Raises DataError if columns of another format have a text that the messages lack."""
+    texts = {str(message["content"]).strip() for message in messages}
+    longest = max(texts, key=len)
+    for other, held in record.value.items():
+        if other in columns or not held:
+            continue
+        found = [held] if other in _TEXTS and isinstance(held, str) else []
+        if other == "conversations":
+            found = [str(message["content"]) for message in _messages(record, other)]
+        found = [text for one in found if (text := one.strip()) not in {"", *texts}]
+        if any(not longest or longest not in text for text in found):
+            raise DataError(
+                f"data.path: expected one conversation at {record}, got '{columns[0]}' and a text "
+                f"in '{other}' that is in none of its messages. Keep one of them."
+            )
 
 
 def _system(record: Record) -> tuple[Message, ...]:
@@ -182,12 +206,18 @@ def _messages(record: Record, column: str) -> tuple[Message, ...]:
 
 
 def _check_weights(messages: Iterable[Message], record: Record, column: str) -> None:
-    """Raises DataError if an answer is not to be trained."""
+    """Raises DataError if an answer is not to be trained, or another message is."""
     for number, message in enumerate(messages):
-        off = [f"{key}: {message[key]}" for key in _WEIGHTS if message.get(key, 1) != 1]
-        if off and message["role"] == ASSISTANT:
+        is_answer = message["role"] == ASSISTANT
+        off = [
+            f"{key}: {message[key]}"
+            for key in _WEIGHTS
+            if (message.get(key, 1) != 1 if is_answer else message.get(key) is True)
+        ]
+        if off:
+            expected = "answers that are all trained" if is_answer else "only trained answers"
             raise DataError(
-                f"data.path: expected answers that are all trained, got {off[0][:80]} at {record}, "
+                f"data.path: expected {expected}, got {off[0][:80]} at {record}, "
                 f"{column}[{number}]. Use 'prompt' and 'completion', which are lists of messages: "
                 "only the completion is trained."
             )
@@ -195,10 +225,12 @@ def _check_weights(messages: Iterable[Message], record: Record, column: str) -> 
 
 def _said(value: object, record: Record, column: str, number: int) -> str:
     """The text of a message; templates would write other values as Python does."""
-    if isinstance(value, int | float):
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return str(value)
     parts: list[Any] = value if isinstance(value, list) else ["" if value is None else value]
-    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    texts: list[Any] = [
+        part.get("text") if isinstance(part, Mapping) and _is_text(part) else part for part in parts
+    ]
     if not all(isinstance(text, str) for text in texts):
         raise DataError(
             f"data.path: expected text, or parts with 'text', in the message at {record}, "
@@ -207,12 +239,18 @@ def _said(value: object, record: Record, column: str, number: int) -> str:
     return "".join(texts)
 
 
+def _is_text(part: Mapping[str, Any]) -> bool:
+    """Whether a part of a message is text, and no image with a caption."""
+    return (part.get("type") or "text") in ("text", "input_text", "output_text")
+
+
 def _prompt_completion(record: Record) -> Example:
     _refuse_parts(record, (*_SYSTEM, "input", *_PARTS))
     if all(isinstance(record.value[column], str) for column in ("prompt", "completion")):
         return replace(_exchange(record, "prompt", "completion"), is_plain=True)
     before, after = _messages(record, "prompt"), _messages(record, "completion")
     _check_weights(after, record, "completion")
+    _refuse_others(record, (*before, *after), "prompt", "completion")
     return Example((*before, *after), len(before), True, record, _tools(record))
 
 
@@ -235,6 +273,7 @@ def _exchange(record: Record, question: str, answer: str) -> Example:
     asked = "\n\n".join(filter(None, (text_of(record, question), _optional(record, "input"))))
     before = (*_system(record), {"role": "user", "content": asked})
     said = {"role": ASSISTANT, "content": text_of(record, answer)}
+    _refuse_others(record, (*before, said), question, answer)
     return Example((*before, said), len(before), is_completion=True, place=record)
 
 
@@ -268,6 +307,9 @@ Answer:{% generation %} {{ message['content'] }}{{ eos_token }}{% endgeneration 
 {% if add_generation_prompt %}Answer:{% endif %}"""
 TEMPLATE_LIMIT_S = 10.0  # per conversation; usually milliseconds
 TEMPLATE_LIMIT_BYTES = 1 << 30
+_PROBE = "5830742961830475"  # text that templates leave as it is
+_CALLS = ("tool_calls", "function_call")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -291,7 +333,14 @@ def set_template(tokenizer: PreTrainedTokenizerBase, path: Path | None, model: M
         ConfigError: The path has no template.
     """
     if path is None:
-        tokenizer.chat_template = tokenizer.chat_template or PLAIN
+        found: object = tokenizer.chat_template or PLAIN
+        if not isinstance(found, str | dict):
+            raise ConfigError(
+                "model.name_or_path: expected a tokenizer whose chat_template is text, got "
+                f"{type(found).__name__}. Correct tokenizer_config.json, or set "
+                "sft.chat_template_path."
+            )
+        tokenizer.chat_template = found
         return
     files = (path / "chat_template.jinja",) if path.is_dir() else (path,)
     if files[0].is_file():
@@ -320,7 +369,7 @@ def encode(example: Example, tokenizer: PreTrainedTokenizerBase, sft: SftConfig)
         return _encode_plain(example, tokenizer, sft)
     only = sft.completion_only_loss if example.is_completion else sft.assistant_only_loss
     if only is False:
-        text = _render(tokenizer, example)
+        text = _text(tokenizer, example)
         ends = ["".join(str(one["content"]).split()[-1:]).casefold() for one in example.messages]
         if any(ends) and not any(end and end in text.casefold() for end in ends):
             raise DataError(
@@ -329,9 +378,11 @@ def encode(example: Example, tokenizer: PreTrainedTokenizerBase, sft: SftConfig)
             )
         ids = _ids(text, tokenizer)
         return Encoded(ids, [True] * len(ids))
-    if _MARKS.search(_template(tokenizer, example)) and example.num_prompt <= 1:
+    prompt = example.messages[: example.num_prompt]
+    has_marks = _MARKS.search(_template(tokenizer, example))
+    if has_marks and not any(message["role"] == ASSISTANT for message in prompt):
         return _encode_marked(example, tokenizer)
-    text = _render(tokenizer, example)
+    text = _text(tokenizer, example)
     return _encode_spans(text, list(_answers(example, tokenizer, text)), tokenizer)
 
 
@@ -352,20 +403,27 @@ def _template(tokenizer: PreTrainedTokenizerBase, example: Example) -> str:
     return template or ""
 
 
+def prompt_ids(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens of an example up to its last answer, with the start tokens that are trained."""
+    text = prompt_of(example, tokenizer)
+    if not example.is_plain:
+        return _ids(text, tokenizer)
+    ids = cast("list[int]", tokenizer(text)["input_ids"])
+    ends = isinstance(tokenizer.eos_token_id, int) and ids[-1:] == [tokenizer.eos_token_id]
+    return ids[:-1] if ends and len(ids) > 1 else ids  # some tokenizers end every text
+
+
 def _encode_plain(example: Example, tokenizer: PreTrainedTokenizerBase, sft: SftConfig) -> Encoded:
-    before, after = (str(message["content"]) for message in example.messages)
-    prompt = cast("list[int]", tokenizer(before)["input_ids"])
+    prompt = prompt_ids(example, tokenizer)
     end = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
-    if end and prompt[-1:] == end and len(prompt) > 1:
-        prompt = prompt[:-1]  # some tokenizers end every text
-    completion = [*_ids(after, tokenizer), *end]
+    completion = [*_ids(str(example.messages[1]["content"]), tokenizer), *end]
     first = sft.completion_only_loss is False
     return Encoded(prompt + completion, [first] * len(prompt) + [True] * len(completion))
 
 
 def _encode_marked(example: Example, tokenizer: PreTrainedTokenizerBase) -> Encoded:
     if tokenizer.chat_template != PLAIN:
-        _render(tokenizer, example)  # within the limit of memory
+        _text(tokenizer, example)  # within the limit of memory
     marks = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
     found = _render(tokenizer, example, **marks)
     return Encoded(list(found["input_ids"]), [bool(one) for one in found["assistant_masks"]])
@@ -380,19 +438,18 @@ def _answers(
         is_answer = example.is_completion or message["role"] == ASSISTANT
         if index < example.num_prompt or not is_answer:
             continue
-        before = _render(tokenizer, example, index, add_generation_prompt=True)
-        upto = _render(tokenizer, example, index + 1)
         content = str(message["content"])
-        if text.startswith(before) and text.startswith(upto) and len(upto) > len(before):
+        before = index and _render(tokenizer, example, index, add_generation_prompt=True)
+        upto = _render(tokenizer, example, index + 1)
+        if before and text.startswith(before) and text.startswith(upto) and len(upto) > len(before):
             span = len(before), len(upto)
         else:  # the template renders a turn differently when another one follows
-            begin = text.find(content, cursor)
-            span = begin, begin + len(content)
+            span = _replaced(example, index, tokenizer, text)
         # A template may change case and leave out reasoning, but not the end of an answer.
         end = "".join(content.split()[-1:]).casefold()
         # A tool call may replace the content.
         is_there = "tool_calls" in message or end in text[slice(*span)].casefold()
-        if span[0] < 0 or not is_there:
+        if span[0] < cursor or not is_there:
             raise DataError(
                 f"data.path: expected the answer of message {index} in the chat template's output "
                 f"for {example.place}; it is missing. Set sft.chat_template_path to a template "
@@ -400,6 +457,55 @@ def _answers(
             )
         cursor = span[1]
         yield span
+
+
+def _replaced(
+    example: Example, index: int, tokenizer: PreTrainedTokenizerBase, text: str
+) -> tuple[int, int]:
+    """Start and end of the text that changes with a message, and of what ends its turn."""
+    messages = list(example.messages)
+    messages[index] = {"role": messages[index]["role"], "content": _PROBE}
+    try:
+        probed = replace(example, messages=tuple(messages))
+        begin, _, rest = _render(tokenizer, probed).partition(_PROBE)
+        _, _, end = _render(tokenizer, probed, index + 1).partition(_PROBE)
+    except DataError:
+        return -1, -1
+    start, stop = len(begin), len(text) - len(rest)
+    is_found = start <= stop and text.startswith(begin) and text.endswith(rest)
+    return (start, stop + len(end) * rest.startswith(end)) if is_found else (-1, -1)
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, example: Example) -> str:
+    """The chat template's text of an example.
+
+    Raises:
+        DataError: It leaves out tools, calls, or the reasoning of the last message.
+    """
+    text = _render(tokenizer, example)
+    for key, less in _without_parts(example):
+        try:
+            is_used = _render(tokenizer, less) != text
+        except DataError:  # the rest needs it
+            continue
+        if not is_used:
+            raise DataError(
+                f"data.path: expected a chat template that writes '{key}', which {example.place} "
+                "has, got one that leaves it out. Set sft.chat_template_path, or remove the key."
+            )
+    return text
+
+
+def _without_parts(example: Example) -> Iterator[tuple[str, Example]]:
+    """Each part that a template must write, and the example without it."""
+    if example.tools:
+        yield "tools", replace(example, tools=None)
+    for key in (*_CALLS, *_REASONING):
+        # Templates leave out the reasoning of earlier messages.
+        first = 0 if key in _CALLS else len(example.messages) - 1
+        if any(message.get(key) for message in example.messages[first:]):
+            rest = ({k: v for k, v in m.items() if k != key} for m in example.messages[first:])
+            yield key, replace(example, messages=(*example.messages[:first], *rest))
 
 
 def _encode_spans(
@@ -412,7 +518,8 @@ def _encode_spans(
         )
     found: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     learned = [
-        any(begin <= start < stop for begin, stop in spans) for start, _ in found["offset_mapping"]
+        any(start < stop and begin < end for begin, stop in spans)
+        for start, end in found["offset_mapping"]
     ]
     return Encoded(list(found["input_ids"]), learned)
 

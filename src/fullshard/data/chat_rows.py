@@ -40,6 +40,7 @@ from fullshard.data.chat import (
     ASSISTANT,
     Example,
     encode,
+    prompt_ids,
     prompt_of,
     question_answers,
     read_examples,
@@ -69,7 +70,7 @@ from fullshard.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VERSION = 4  # changes when the same conversations give other tokens
+VERSION = 5  # changes when the same conversations give other tokens
 BEGINS, COUNTS, BITS = 1, 2, 2  # flags of a value, and how many there are
 ARRAYS = ("starts", "sizes", "rows", "lengths")
 
@@ -227,7 +228,7 @@ def chat_source(path: Path | None) -> Corpus:
     files = files_at(path)
     if files.kind in (FileKind.TEXT, FileKind.ARRAY):
         raise DataError(
-            f"data.path: expected chat data (JSONL, JSON, parquet, a datasets folder), got "
+            f"data.path: expected chat data (.jsonl, .json, .parquet, a datasets folder), got "
             f"{files.kind} in '{path}'. Use `fullshard train` for plain text."
         )
     return files
@@ -274,10 +275,8 @@ def make_chat_dataset(
     sums = [checksum_of(*one) for one in [(part for _, part in _mapped(values)), *arrays]]
     num_cut, share = np.count_nonzero(lengths > limit), learned[parts[0]].sum() / rows[0].count
     sampled = _examples_from(border % len(starts), values, starts, found)
-    prompts = [
-        prompt_of(example, tokenizer) for example in itertools.islice(sampled, max(1, num_samples))
-    ]
-    ids: Any = [tokenizer(one, add_special_tokens=False)["input_ids"] for one in prompts]
+    asked = list(itertools.islice(sampled, max(1, num_samples)))
+    ids = [prompt_ids(example, tokenizer) for example in asked[:num_samples]]
     facts = DatasetFacts(
         origin=source.origin,
         sequence_length=limit,
@@ -288,12 +287,12 @@ def make_chat_dataset(
         num_dropped_tokens=int(lengths.sum()) - rows[0].count - rows[1].count,
         vocab_size=num_ids(tokenizer),
         baseline=None,
-        prompt=prompts[0],
+        prompt=prompt_of(asked[0], tokenizer),
         notes=(*notes, *_notes(len(starts), int(num_cut), share, rows, settings)),
         fingerprint=digest([VERSION, limit, *sums]),
         pad=tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0,
     )
-    return ChatDataset(facts, tokenizer, rows[0], rows[1], tuple(ids[:num_samples]))
+    return ChatDataset(facts, tokenizer, rows[0], rows[1], tuple(filter(None, ids)))
 
 
 def _encoded(

@@ -94,8 +94,8 @@ class SampleOrder:
             raise DataError(
                 f"data.path: expected at least {shape.global_batch:,} sequences (one step: "
                 f"{shape.per_device} per rank x {shape.accumulation} micro-batches x "
-                f"{shape.world_size} ranks), got {self.num_samples:,}. Add more text, or lower "
-                "training.max_seq_length or training.per_device_train_batch_size."
+                f"{shape.world_size} ranks), got {self.num_samples:,}. Add more data, or lower "
+                "training.per_device_train_batch_size or, for text, training.max_seq_length."
             )
 
     @property

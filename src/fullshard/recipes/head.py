@@ -48,7 +48,8 @@ FP16_SCALE = 1024.0  # without it, gradients of a fp16 chunk underflow
 # bfloat16 to 2^-9. More chunks are summed in float32, which needs twice the memory and a copy.
 MOST_ROUNDED = 8
 MOST_TRACED = 16  # chunks in a trace; more would need seconds
-_AFTER_THE_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+_AFTER_THE_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
+_SHOWN = 16.0  # output of a head that computes none; soft caps change it in bfloat16, too
 
 
 def obstacle(model: Any) -> str | None:
@@ -57,6 +58,13 @@ def obstacle(model: Any) -> str | None:
     if type(model.get_output_embeddings()) is not nn.Linear:
         return "no plain linear head"
     return f"{after[0]} in its configuration" if after else None
+
+
+def _changes(model: nn.Module, why: str) -> ConfigError:
+    return ConfigError(
+        "distill: expected a model whose logits are its head's output, got "
+        f"{type(model).__name__} with {why}. Use another architecture."
+    )
 
 
 class Head:
@@ -68,10 +76,7 @@ class Head:
 
     def __init__(self, model: Any) -> None:
         if (why := obstacle(model)) is not None:
-            raise ConfigError(
-                f"distill: expected a model whose logits are its head's output, got "
-                f"{type(model).__name__} with {why}. Use another architecture."
-            )
+            raise _changes(model, why)
         layer = model.get_output_embeddings()
         self._answer: Answer | None = None
         self._hidden: torch.Tensor | None = None
@@ -94,6 +99,23 @@ class Head:
             return model(**inputs, use_cache=False).logits
         finally:
             self._answer = self._hidden = None
+
+    def show(self, model: nn.Module, inputs: Batch, see: Callable[..., None]) -> None:
+        """Runs the model's forward and calls `see` with what its head would compute logits from.
+
+        Raises:
+            ConfigError: The model changes its head's output.
+        """
+
+        def answer(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+            see(h, w, b)
+            return h.new_full((1, 1, 1), _SHOWN)
+
+        logits = self.ask(model, inputs, answer)
+        if not self._is_proven and not isinstance(logits, FakeTensor):
+            self._is_proven = logits.numel() == 1 and logits.item() == _SHOWN
+            if not self._is_proven:
+                raise _changes(model, "code that changes them")
 
     def loss(
         self,

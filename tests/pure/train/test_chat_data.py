@@ -33,6 +33,7 @@ UNMARKED = (
     "{% endif %}{{ m['content'] }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+KEYS = ("tool_calls", "tools", "tools", "reasoning_content", "function_call")
 CHAT = [
     {"role": "user", "content": "two and two?"},
     {"role": "assistant", "content": "four"},
@@ -167,6 +168,25 @@ def test_parquet_and_datasets_folders_are_read_as_jsonl_is(tmp_path):
         ('{"prompt": "q", "system": "s", "completion": "a"}', "got a part in 'system' at "),
         ('{"question": "q", "input": "i", "answer": "a"}', "got a part in 'input' at "),
         ('{"messages": [{"role": "system", "content": "a"}], "system": "b"}', "one system message"),
+        ('{"messages": [{"role": "user", "content": true}]}', "messages[0]; got 'True'"),
+        ('{"messages": [{"role": "user", "content": NaN}]}', "messages[0]; got 'nan'"),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image", "text": "a"}]}]}',
+            "expected text, or parts with 'text', in the message at ",
+        ),
+        ('{"question": "q", "answer": "a", "response": "b"}', "and a text in 'response' that is"),
+        ('{"prompt": "q", "completion": "a", "answer": "b"}', "and a text in 'answer' that is"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}], "conversations": '
+            '[{"from": "human", "value": "b"}]}',
+            "and a text in 'conversations' that is in none of its messages",
+        ),
+        ('{"question": "q", "answer": "a", "functions": [{"name": "f"}]}', "got 'functions' at "),
+        ('{"instruction": "a", "output": null}', "got 'instruction', 'output (null)' at "),
+        (
+            '{"messages": [{"role": "user", "content": "a", "train": true}]}',
+            "expected only trained answers, got train: True at ",
+        ),
         (
             '{"messages": [{"role": "assistant", "content": "a", "loss": false}]}',
             "expected answers that are all trained, got loss: False at ",
@@ -193,9 +213,16 @@ def test_answers_alone_are_learned_with_marks_and_without(tokenizer):
     assert everything.startswith("Question: two and two?\nAnswer: four<|endoftext|>")
     plain = train_tokenizer(["two and two is four"], 300)
     plain.chat_template = UNMARKED
-    assert learned_text(turns, plain) == "four (now)yes</s>"
+    assert learned_text(turns, plain) == "four</s> (now)yes</s>"
+    says = [{**CHAT[0], "content": "say four"}, *CHAT[1:]]  # the answer is in the question, too
+    found = encode(Example(tuple(says), 0, False, "here"), plain, SftConfig())
+    assert not any(found.learned[: len(plain("<user>say four</s><assistant>")["input_ids"])])
+    begun = Example(tuple(CHAT[1:]), 0, is_completion=False, place="here")
+    assert learned_text(begun, plain) == "four</s> (now)yes</s>"
+    plain.chat_template = UNMARKED.replace("<assistant>", "<assistant> ").replace("}>", "}> ")
+    assert learned_text(turns, plain) == " four</s> (now)yes</s>"  # " f" begins before the answer
     plain.chat_template = "{% for m in messages[:-1] %}{{ m.content }};{% endfor %}"
-    with pytest.raises(DataError, match="expected the answer of message 1 in the chat temp"):
+    with pytest.raises(DataError, match="expected the answer of message 3 in the chat temp"):
         learned_text(turns, plain)  # otherwise the question would be learned
 
 
@@ -217,6 +244,15 @@ def test_tools_and_reasoning_reach_the_template_and_the_built_in_one_refuses_the
     own.chat_template = "{{ tools[0].name }}: " + UNMARKED
     everything = learned_text(found[2], own, assistant_only_loss=False)
     assert everything.startswith("g: ")
+    own.chat_template = UNMARKED
+    for example, key in zip(found, KEYS, strict=True):
+        with pytest.raises(DataError, match=f"expected a chat template that writes '{key}'"):
+            learned_text(example, own)
+
+
+def test_an_answer_in_the_prompt_is_not_learned_though_the_template_marks_it(tokenizer):
+    example = Example((CHAT[1], CHAT[3]), 1, is_completion=True, place="here")
+    assert learned_text(example, tokenizer) == " yes<|endoftext|>"
 
 
 def test_a_completion_is_learned_and_its_prompt_is_not(tokenizer):
@@ -224,6 +260,24 @@ def test_a_completion_is_learned_and_its_prompt_is_not(tokenizer):
     pair = Example(tuple(told), 1, is_completion=True, place="here", is_plain=True)
     assert learned_text(pair, tokenizer) == "two<|endoftext|>"
     assert learned_text(pair, tokenizer, completion_only_loss=False) == "two and two<|endoftext|>"
+
+
+def test_sampled_prompts_begin_as_trained_prompts_do_and_empty_ones_are_left_out(tmp_path):
+    from tokenizers.processors import TemplateProcessing
+
+    found, rows = [], [pair("two", "four"), pair("two", "four"), pair("", "four")]
+    made = train_tokenizer(["two and two is four"], 300)
+    set_template(made, None, ModelConfig(name_or_path="MODEL"))
+    for _ in range(2):
+        settings = settings_of(16, 0.5, SftConfig(num_samples=2))
+        data = make_chat_dataset(source(tmp_path, rows), settings, made)
+        found += [data.samples, data.arrays(np.array([0]), held_out=True)["input_ids"][0].tolist()]
+        end = ("<|endoftext|>", 0)
+        backend = made.backend_tokenizer
+        single = f"{end[0]} $A {end[0]}"
+        backend.post_processor = TemplateProcessing(single=single, special_tokens=[end])
+    two, four = (made(text, add_special_tokens=False)["input_ids"] for text in ("two", "four"))
+    assert found == [(two,), [*two, *four, 0], ([0, *two], [0]), [0, *two, *four, 0]]
 
 
 def test_what_is_cut_and_left_out_is_counted_and_said(tokenizer, tmp_path):
@@ -462,3 +516,6 @@ def test_a_file_of_a_template_is_utf_8_and_its_mark_is_no_text(tmp_path, tokeniz
     file.write_bytes("{{ messages }}".encode("utf-16"))
     with pytest.raises(ConfigError, match=r"chat.jinja': expected UTF-8 text; got UnicodeDecode"):
         set_template(made, file, ModelConfig(name_or_path="MODEL"))
+    made.chat_template = 5
+    with pytest.raises(ConfigError, match=r"a tokenizer whose chat_template is text, got int"):
+        set_template(made, None, ModelConfig(name_or_path="MODEL"))

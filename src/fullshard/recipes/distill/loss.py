@@ -312,7 +312,7 @@ class Distillation:
         def labels(student: torch.Tensor, at: slice) -> torch.Tensor:
             return share * cross_entropy(student, tokens.targets[at])
 
-        def answer(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+        def see(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> None:
             rows, loss, apart = tokens.rows(h), labels, None
             if self._settings.loss is DistillLoss.HIDDEN:
                 apart = partial(self._apart, model, rows)
@@ -320,10 +320,9 @@ class Distillation:
                 loss = self._beside(tokens, rows, w, b)
             with torch.enable_grad():
                 found.append(self._head.loss(model, tokens, loss, size, apart))
-            return h.new_zeros(1, 1, 1)
 
         with torch.no_grad():
-            Head.of(teacher).ask(teacher, tokens.inputs, answer)
+            Head.of(teacher).show(teacher, tokens.inputs, see)
         return found[0]
 
     def _beside(

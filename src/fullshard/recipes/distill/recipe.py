@@ -163,9 +163,7 @@ def cut_student(
     with counting(teacher) as counts:
         for step in range(COUNTED_STEPS):
             for batch in data.micro_batches(step):
-                Head.of(teacher).ask(
-                    teacher, inputs_of(batch), lambda h, _w, _b: h.new_zeros(1, 1, 1)
-                )
+                Head.of(teacher).show(teacher, inputs_of(batch), lambda *_: None)
     layers = sorted(counts)
     own = [float(n) for layer in layers for n in counts[layer]]
     sums = [sum(column) for column in zip(*team.exchange(own), strict=True)]
@@ -210,14 +208,13 @@ def _write_logits(config: RunConfig, data: RowBatches, seat: Seat, folder: Path)
     for chosen in evaluation_samples(len(lengths), per_device, seat.num_batches)[:, seat.batch]:
         batch = data.train_rows(chosen)
 
-        def answer(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+        def see(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> None:
             for at, row in enumerate(chosen.tolist()):  # noqa: B023  (asked at once)
                 if row >= 0:
                     head = partial(F.linear, weight=w, bias=b)
                     kept.put(row, h[at], head, settings.tokens_at_once, facts.vocab_size)
-            return h.new_zeros(1, 1, 1)
 
-        Head.of(teacher).ask(teacher, inputs_of(batch), answer)
+        Head.of(teacher).show(teacher, inputs_of(batch), see)
     kept.flush()
     team.exchange([0.0])
     if seat.is_first:
