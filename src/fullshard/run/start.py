@@ -257,14 +257,11 @@ def claim_elsewhere(checked: CheckedRun) -> None:
 
 
 @contextmanager
-def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFolder, Path | None]]:
+def made_folder(checked: CheckedRun, command: Command) -> Iterator[RunFolder]:
     """Makes the run's folder with everything that ranks read; locks it inside the block.
 
     Checkpoints that are elsewhere in a store are locked, too. A run that has ended since the check
-    may have saved there.
-
-    Yields:
-        The folder, and the place that an older run was moved to.
+    may have saved there. The log says what happens to an older run in the folder.
     """
 
     def fields(moved: Path | None) -> dict[str, Any]:
@@ -284,6 +281,12 @@ def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFold
     with StoreLock(place, token) if isinstance(place, StorePath) else nullcontext():
         check_checkpoint_dir(elsewhere, checked.resume, checked.output_dir)
         with begin(checked.output_dir, command, fields=fields, **how) as (folder, moved):
+            if moved is not None:
+                logger.info("moved the older run in %s to %s", folder.path, moved)
+            if checked.resume.in_place:
+                where = "" if checked.resume.path else " from step 0, because it has no checkpoint"
+                told = "resuming the run in %s%s (`--resume never` starts a new run)"
+                logger.info(told, folder.path, where)
             write_text(folder.config, checked.resolved.to_yaml())
             write_text(folder.plan, checked.view.plan.to_json())
             aside = folder.path / ".data.new"
@@ -297,7 +300,7 @@ def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFold
             (folder.path / ELSEWHERE).unlink(missing_ok=True)
             if elsewhere is not None:
                 write_text(folder.path / ELSEWHERE, f"{place.resolve()}\n")
-            yield folder, moved
+            yield folder
 
 
 def _read_data(config: RunConfig, command: Command) -> tuple[PreparedData, PretrainedConfig]:
