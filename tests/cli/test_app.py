@@ -79,6 +79,14 @@ def test_help_wraps_whole_paragraphs_and_ends_with_an_example_and_where_keys_are
     assert any("fullshard config schema" in line for line in shown)
 
 
+@pytest.mark.parametrize("width", ["0", "99999999"])
+def test_an_unusable_width_of_the_terminal_leaves_the_help_whole(width):
+    done = process(*COMMAND, "--help", COLUMNS=width, TERMINAL_WIDTH="wide")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Forecast the memory" in done.stdout
+    assert len(done.stdout) < 20_000
+
+
 def test_the_version_is_told(fullshard):
     done = fullshard("--version", code=0)
     assert done.stdout.startswith("fullshard ")
