@@ -383,6 +383,7 @@ NOT_UTF_8 = UnicodeEncodeError("utf-8", os.fsdecode(b"runs/a\xff"), 6, 7, "surro
     ("error", "said"),
     [
         (NOT_UTF_8, r"'runs/a\udcff': expected names in UTF-8"),
+        (UnicodeEncodeError("utf-8", 'a"b\n"c\udcff"', 6, 7, ""), r"'c\udcff': expected names in"),
         *(
             (OSError(number, os.strerror(number), "a.html"), "'a.html': expected a usable path")
             for number in (errno.EACCES, errno.EROFS, errno.EISDIR)
