@@ -223,7 +223,8 @@ def prepare_run(
                 model_config = getattr(model, "config", model_config)  # some classes change it
             check_model(resume, found, model_config, dataset.tokenizer)
         _say_kept_batch(training, num_batches, steps)
-        _check_disk(view, steps, RunFolder(output_dir), resume)
+        if command.kind.write is None:  # `distill cache` saves neither checkpoints nor a model
+            _check_disk(view, steps, RunFolder(output_dir), resume)
         return CheckedRun(resolved, dataset, steps, view, output_dir, resume, start_id, teacher)
     except (CheckpointError, ConfigError, DataError) as error:
         # Another start may have moved the older run meanwhile.
