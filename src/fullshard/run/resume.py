@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from fullshard import saving
-from fullshard.checkpoint.commit import ALONE
+from fullshard.checkpoint.commit import ALONE, failure
 from fullshard.checkpoint.format import CONFIG, STATE, natural
 from fullshard.checkpoint.read import choose, read_tables
 from fullshard.checkpoint.retain import IN_RUN, Found, checkpoints_in, newest_complete
@@ -439,12 +439,10 @@ class RunCheckpoints(Keeper):
         launch = read_launch_environment()
         self._is_first = launch is None or launch.rank == 0
         place = self.folder.checkpoints
-        if (
-            self._is_first
-            and self.steps.save_every is not None
-            and place != self.folder.path / IN_RUN
-        ):
-            saving.SAVES.claim_folder(place)  # no other run, and no import, may use it from now on
+        if self._is_first and self.steps.save_every is not None:
+            if place != self.folder.path / IN_RUN:
+                saving.SAVES.claim_folder(place)  # no other run or import may use it from now on
+            _check_writable(place)
 
     @property
     def saves(self) -> bool:
@@ -535,6 +533,16 @@ class RunCheckpoints(Keeper):
             "seed": order.seed,
             "data": self.steps.data,
         }
+
+
+def _check_writable(place: Path) -> None:
+    """Raises CheckpointError before the first step if an existing folder takes no checkpoint."""
+    if not isinstance(place, StorePath) and place.is_dir():
+        try:
+            with tempfile.TemporaryFile(dir=place):
+                pass  # permissions do not show read-only mounts
+        except OSError as error:
+            raise failure(place, 0, error) from error
 
 
 def check_lock(folder: RunFolder) -> None:

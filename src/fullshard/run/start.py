@@ -223,8 +223,7 @@ def prepare_run(
                 model_config = getattr(model, "config", model_config)  # some classes change it
             check_model(resume, found, model_config, dataset.tokenizer)
         _say_kept_batch(training, num_batches, steps)
-        if command.kind.write is None:  # `distill cache` saves neither checkpoints nor a model
-            _check_disk(view, steps, RunFolder(output_dir), resume)
+        _check_disk(command, view, steps, RunFolder(output_dir), resume)
         return CheckedRun(resolved, dataset, steps, view, output_dir, resume, start_id, teacher)
     except (CheckpointError, ConfigError, DataError) as error:
         # Another start may have moved the older run meanwhile.
@@ -291,9 +290,11 @@ def made_folder(checked: CheckedRun, command: Command) -> Iterator[RunFolder]:
             write_text(folder.config, checked.resolved.to_yaml())
             write_text(folder.plan, checked.view.plan.to_json())
             aside = folder.path / ".data.new"
-            shutil.rmtree(aside, ignore_errors=True)  # left by a killed start
+            with suppress(FileNotFoundError):
+                shutil.rmtree(aside)  # left by a killed start
             checked.dataset.save(aside)
-            shutil.rmtree(folder.data, ignore_errors=True)
+            with suppress(FileNotFoundError):
+                shutil.rmtree(folder.data)
             aside.rename(folder.data)
             if checked.resume.path is None:  # perhaps of another teacher, or cut in another way
                 with suppress(FileNotFoundError):
@@ -375,13 +376,15 @@ def _check_memory(view: View | XlaOutlook) -> None:
 
 
 def _check_disk(
-    view: View | XlaOutlook, steps: StepPlan, folder: RunFolder, resume: Resume
+    command: Command, view: View | XlaOutlook, steps: StepPlan, folder: RunFolder, resume: Resume
 ) -> None:
     """Raises WillNotFitError if the disk has no room for the run's checkpoints and its model.
 
     The checkpoints and the model of a run that is resumed count as free space, because the resumed
     run replaces them. A run that starts again moves the older one aside, which frees nothing.
     """
+    if command.kind.write is not None:  # `distill cache` saves neither checkpoints nor a model
+        return
     plan, training = view.plan, view.config.training
     element = ITEMSIZE[view.config.sharding.master_dtype or DType.FLOAT32]
     exported = plan.num_parameters * element * (2 if training.ema_decay is not None else 1)
