@@ -230,8 +230,8 @@ def _check_kind(checkpoint: Checkpoint, kind: str) -> dict[str, Any]:
     if saved is None or saved["class"] != kind:
         has = "no optimizer's" if saved is None else saved["class"]
         raise CheckpointError(
-            f"checkpoint '{checkpoint.path}': expected the states of {kind}; it has {has}. Build "
-            "the optimizer that was saved, or load the model without it."
+            f"checkpoint '{checkpoint.path}': expected the states of {kind}; it has {has}. Use "
+            "the optimizer that was saved (a run's training.optim), or load the model without it."
         )
     return saved
 

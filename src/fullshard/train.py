@@ -77,7 +77,7 @@ def train(config: Mapping[str, Any], max_steps: int = 20) -> dict[str, Any]:
     world_size = start.world_size_of(resolved, None)
     resolved = resolved.for_ranks(world_size)
     checked = start.prepare_run(resolved, world_size, Command.TRAIN, "never")
-    with start.made_folder(checked, Command.TRAIN) as (folder, _):
+    with start.made_folder(checked, Command.TRAIN) as folder:
         _, ended = start.start_ranks(folder, world_size, resolved.config.launch.timeout)
     if ended.exit_code != 0:
         said = ended.failure.message if ended.failure else "it was stopped"

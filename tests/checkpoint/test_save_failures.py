@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -191,6 +192,18 @@ def test_a_full_disk_in_a_door_is_typed_and_leaves_nothing(tmp_path, door):
                 assert all(entry.read().numel() for entry in source.tensors.values())
     assert sum(folder.exists() for folder, _ in found) < len(found) / 2
     assert all(name.isdecimal() for name in left_in(tmp_path / "out"))
+
+
+def test_a_file_that_torchs_writer_could_not_finish_is_told_as_the_system_did(tmp_path):
+    fs.save(tmp_path / "ours", fs.shard(nn.Linear(128, 128)), step=1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with open_source(tmp_path / "ours") as source:
+            with pytest.raises(CheckpointError, match="File too large"):
+                write_dcp(source, tmp_path / "out", None, lambda _count: None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def interrupted(root, whose, call):

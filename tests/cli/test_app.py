@@ -79,6 +79,14 @@ def test_help_wraps_whole_paragraphs_and_ends_with_an_example_and_where_keys_are
     assert any("fullshard config schema" in line for line in shown)
 
 
+@pytest.mark.parametrize("width", ["0", "99999999"])
+def test_an_unusable_width_of_the_terminal_leaves_the_help_whole(width):
+    done = process(*COMMAND, "--help", COLUMNS=width, TERMINAL_WIDTH="wide")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Forecast the memory" in done.stdout
+    assert len(done.stdout) < 20_000
+
+
 def test_the_version_is_told(fullshard):
     done = fullshard("--version", code=0)
     assert done.stdout.startswith("fullshard ")
@@ -402,6 +410,7 @@ NOT_UTF_8 = UnicodeEncodeError("utf-8", os.fsdecode(b"runs/a\xff"), 6, 7, "surro
     ("error", "said"),
     [
         (NOT_UTF_8, r"'runs/a\udcff': expected names in UTF-8"),
+        (UnicodeEncodeError("utf-8", 'a"b\n"c\udcff"', 6, 7, ""), r"'c\udcff': expected names in"),
         *(
             (OSError(number, os.strerror(number), "a.html"), "'a.html': expected a usable path")
             for number in (errno.EACCES, errno.EROFS, errno.EISDIR)

@@ -185,6 +185,8 @@ def test_a_disk_without_room_for_the_checkpoints_is_found_first(monkeypatch, pla
     needed = (3 * 3 + 1) * 4 * 3279104 / 2**20
     assert f"expected {needed:.1f} MiB of disk" in found["error"]["message"]
     assert said("train", *words, "save_strategy=no", "--dry-run")[1] == 0
+    cache = ("distill", "cache", f"teacher={place / 'runs' / 'train' / 'model'}", *words[:2])
+    assert said(*cache, "--dry-run")[1] == 0  # which saves no checkpoint
 
 
 def test_a_run_that_is_moved_aside_frees_no_disk(monkeypatch, place, tmp_path):

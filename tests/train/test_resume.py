@@ -260,13 +260,18 @@ main()
 
 
 @pytest.mark.long
-def test_a_rank_of_another_launcher_that_is_stopped_before_its_loop_writes_a_page(tmp_path):
+def test_a_rank_of_another_launcher_writes_a_page_and_tells_of_the_older_run(tmp_path):
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     (tmp_path / "stopped.py").write_text(STOPPED)
     words = (tmp_path / "stopped.py", "train", write(tmp_path), "num_processes=1")
     python(*words, run=subprocess.run, env=os.environ | place | ranks, code=75)
     assert "interrupted" in (tmp_path / "run" / "report.html").read_text()
+    place["MASTER_PORT"] = str(free_port())
+    again = python(
+        *words, "--resume=never", run=subprocess.run, env=os.environ | place | ranks, code=75
+    )
+    assert f"moved the older run in {tmp_path / 'run'} to {tmp_path / 'run'}.1" in again.stderr
 
 
 @pytest.mark.parametrize(

@@ -295,7 +295,7 @@ def test_json_is_the_record_alone_and_the_rest_goes_to_standard_error(one_rank):
     assert "held-out loss" in one_rank.err
 
 
-def test_finished_run_is_moved_and_its_model_can_be_trained_on(one_rank, fullshard):
+def test_finished_run_is_moved_and_its_model_can_be_trained_on(one_rank, fullshard, caplog):
     place = one_rank.folder.parent
     lines = seeded_text(200, seed=1).splitlines()
     records = "".join(json.dumps({"story": line}) + "\n" for line in lines)
@@ -315,7 +315,7 @@ def test_finished_run_is_moved_and_its_model_can_be_trained_on(one_rank, fullsha
         "bf16=true",
     )
     assert again.exit_code == 0, again.err
-    assert f"moved the older run in {place / 'run'} to {place / 'run'}.2" in again.out
+    assert f"moved the older run in {place / 'run'} to {place / 'run'}.2" in caplog.text
     assert "(1 tensors frozen), weights of" in again.out
     assert "master float32, compute bfloat16, reduce float32" in again.out
     assert again.steps[0]["loss"] < 4.5  # a random model of 300 entries begins at ln 300 = 5.7

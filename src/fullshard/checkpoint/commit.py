@@ -272,7 +272,8 @@ def failure(target: Path, rank: int, error: BaseException) -> CheckpointError:
     """Converts an error of a rank into a CheckpointError."""
     if isinstance(error, CheckpointError):
         return error
-    what, cure = f"{type(error).__name__}: {error}", cure_of(error, "Make room")
+    what = f"{type(error).__name__}: {error}"
+    cure = cure_of(error, "Make room, correct the path or its permissions")
     if isinstance(error, OSError):
         what = f"{error.strerror or error} ({error.filename or target})"
     return CheckpointError(

@@ -27,7 +27,7 @@ from typer.core import TyperGroup
 
 from fullshard.cli.outcome import JSON_HELP, Outcome, error_outcome, quiet_stdout, sink, write_json
 from fullshard.cli.recipe import app_of
-from fullshard.config.environment import unknown_variables
+from fullshard.config.environment import drop_unusable_widths, unknown_variables
 from fullshard.errors import ConfigError, show_log, write_anything
 from fullshard.launch.exit_codes import (
     PREEMPTIONS,
@@ -148,6 +148,7 @@ def _root(
 def main() -> None:
     """Run the command line of this process and end it with the command's exit code."""
     open_streams()
+    drop_unusable_widths()
     atexit.register(gc.freeze)  # saves a second: no search for garbage when the process ends
     atexit.register(_on_stop_signals, signal.SIG_IGN)  # Python drops other handlers soon
     try:

@@ -155,12 +155,7 @@ def _lead_ranks(
         # Where memory is short, the run must be refused before the server takes any.
         server = held.enter_context(starting) if available_bytes() > ROOM_BYTES else None
         checked = _checked(command, resolved, world_size, flags.resume)
-        folder, moved = held.enter_context(start.made_folder(checked, command))
-        if moved is not None:
-            print(f"moved the older run in {folder.path} to {moved}")
-        if checked.resume.in_place:
-            where = "" if checked.resume.path else " from step 0, because it has no checkpoint"
-            print(f"resuming the run in {folder.path}{where} (`--resume never` starts a new run)")
+        folder = held.enter_context(start.made_folder(checked, command))
         server = server or held.enter_context(starting)
         caught = ending.enter_context(caught_stop_signals())  # a second Ctrl-C hides nothing
         limits = resolved.config.launch.timeout, flags.max_restarts

@@ -225,6 +225,14 @@ def current_variables() -> dict[str, str]:
     return dict(os.environ)
 
 
+def drop_unusable_widths() -> None:
+    """Removes widths of a terminal for which the help would be empty, endless or an error."""
+    for name in ("COLUMNS", "TERMINAL_WIDTH"):
+        width = os.environ.get(name, "")
+        if not width.isdecimal() or len(width) > 4 or int(width) < 20:
+            os.environ.pop(name, None)
+
+
 def add_variables(variables: Mapping[str, str]) -> None:
     """Adds variables to the environment of this process, which was forked with its parent's."""
     os.environ.update(variables)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fullshard.config.regular_files import open_regular
 from fullshard.errors import ConfigError, ran_out_of_memory
 
 if TYPE_CHECKING:
@@ -73,6 +75,8 @@ def read_model(folder: Path, config: PretrainedConfig, **settings: Any) -> nn.Mo
 
     from fullshard.engine.folder import INDEX, ONE_FILE, FolderWeights
 
+    for file in folder.glob("*.safetensors"):
+        os.close(open_regular(file))  # transformers says of an unreadable file that there is none
     trust = _is_trusted(config)
     settings |= {"local_files_only": True, "trust_remote_code": trust, "output_loading_info": True}
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, **settings)

@@ -52,8 +52,9 @@ def apply_dtypes(model: nn.Module, config: ShardConfig) -> None:
     if low.itemsize < 4:
         for name in roots:
             module = model.get_submodule(name)
-            module.register_forward_pre_hook(_to_float32, with_kwargs=True)
-            module.register_forward_hook(partial(cast_output, low))
+            # Before other hooks, so that a hook that replaces the forward has its dtypes, too.
+            module.register_forward_pre_hook(_to_float32, prepend=True, with_kwargs=True)
+            module.register_forward_hook(partial(cast_output, low), prepend=True)
 
 
 def _cast_alike(

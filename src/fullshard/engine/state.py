@@ -616,7 +616,7 @@ def matching_settings(
                 f"{', '.join(str(len(other['params'])) for other in saved)} parameters; got "
                 f"{', '.join(str(len(g['params'])) for g in optimizer.param_groups)}, one with "
                 f"{', '.join(params[:3])}{', ...' if len(params) > 3 else ''}. Build the optimizer "
-                "with the same groups, or load the model without it."
+                "with the same groups (a run's freeze), or load the model without it."
             )
         settings = {k: v for k, v in by_params[frozenset(params)].items() if k != "params"}
         if settings and (lost := [key for key in needed if key not in settings]):  # optax has none

@@ -220,6 +220,7 @@ def write_dcp(
             save(state, storage_writer=writer, planner=_Streamed(entries, on_bytes), no_dist=True)
         except CheckpointException as error:  # torch's type is no Exception and hides a full disk
             cause = next(iter(error.failures.values()))[0]
-            raise cause from error
+            hidden = cause.__context__  # torch closes its file, and fails again
+            raise (hidden if isinstance(hidden, OSError) else cause) from error
         source.check()
     return left

@@ -270,7 +270,9 @@ def of_place(error: BaseException, *, may_pass: bool = False) -> BaseException:
     """
     error = as_ours(error)
     if isinstance(error, UnicodeEncodeError) and not may_pass:
-        shown = error.object[max(0, error.start - 40) : error.end + 20]
+        ends = re.compile(r'[\n"<>]')  # a name may be written within JSON, YAML or a page
+        shown = ends.split(error.object[: error.start])[-1][-60:]
+        shown += ends.split(error.object[error.start :])[0][:20]
         return ConfigError(
             f"{shown!a}: expected names in UTF-8, got one that is not, which no file of a run can "
             "record. Rename the file or folder; if it is in UTF-8, set LC_ALL=C.UTF-8."

@@ -306,8 +306,8 @@ def _cannot_be_made(output_dir: Path, why: Exception) -> FullshardError:
     place, reason = getattr(why, "filename", None), getattr(why, "strerror", None) or why
     inside = f": '{place}'" if str(place).startswith(f"{output_dir}/") else ""
     return ConfigError(
-        f"training.output_dir: expected a folder that can be created, got {str(output_dir)[:80]!r} "
-        f"({reason}{inside})."
+        f"training.output_dir: expected a folder that can be created and written to, got "
+        f"{str(output_dir)[:80]!r} ({reason}{inside})."
     )
 
 

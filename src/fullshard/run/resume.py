@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import re
 import tempfile
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from os.path import lexists
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from fullshard import saving
-from fullshard.checkpoint.commit import ALONE
+from fullshard.checkpoint.commit import ALONE, failure
 from fullshard.checkpoint.format import CONFIG, STATE, natural
 from fullshard.checkpoint.read import choose, read_tables
 from fullshard.checkpoint.retain import IN_RUN, Found, checkpoints_in, newest_complete
@@ -37,7 +38,7 @@ from fullshard.checkpoint.storage import StorePath, read_file, storage_path
 from fullshard.config.environment import read_launch_environment
 from fullshard.config.files import File, flatten, is_below, parse_text
 from fullshard.config.load import Resolved, load_config
-from fullshard.config.schema import RunConfig
+from fullshard.config.schema import DistillConfig, RunConfig, SftConfig
 from fullshard.config.values import nearest
 from fullshard.data.arrays import sample_of
 from fullshard.data.dataset import tokenizer_texts
@@ -260,8 +261,7 @@ def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
         copy = saved.files / folder.config.name
         with untrusted(copy, "the configuration of the run that resumes", advice=_ANEW):
             source = parse_text(read_file(copy).decode(), str(copy))
-    before = flatten(load_config([source]).config.to_dict())
-    now = flatten(resolved.config.to_dict())
+    before, now = (_values(config) for config in (load_config([source]).config, resolved.config))
     check_teacher(resolved.config, folder)
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     for key in changed:
@@ -274,6 +274,12 @@ def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
     told = [f"{key} {before.get(key)} -> {now.get(key)}" for key in changed]
     if told:
         logger.info("changed since the run started: %s", ", ".join(told))
+
+
+def _values(config: RunConfig) -> dict[str, Any]:
+    """The values of all keys; recipes read a missing section as its defaults."""
+    sections = {"sft": config.sft or SftConfig(), "distill": config.distill or DistillConfig()}
+    return flatten(config.model_copy(update=sections).to_dict())
 
 
 def check_teacher(config: RunConfig, folder: RunFolder) -> None:
@@ -322,9 +328,9 @@ def check_data(resume: Resume, position: Any, steps: StepPlan) -> None:
         if was != now:
             raise ConfigError(
                 f"{key}: expected the {name} of the run that resumes from '{resume.path}' ({was}); "
-                f"got others ({now}), or the order of another version. Restore the old data and "
-                "tokenizer (or version of fullshard), use --resume never, or use --resume PATH "
-                "with another output_dir."
+                f"got others ({now}), or the order of another version. Restore the old data, "
+                "tokenizer and settings of sft (or version of fullshard), use --resume never, or "
+                "use --resume PATH with another output_dir."
             )
 
 
@@ -337,35 +343,50 @@ def check_model(
     """Checks that the checkpoint's weights are of the run's model and know its tokens.
 
     Weights also fit a model with another `rope_theta`, or tokens with other numbers: they
-    would train on silently. A new run that begins from PATH may have another configuration.
+    would train on silently. A new run that begins from PATH may have another configuration,
+    which the log names, but no other tokens.
 
     Raises:
         ConfigError: The tokenizer or the configuration differs; names a token or the keys.
     """
-    name, key, cure = CONFIG, "model.name_or_path", "Restore the old one, use --resume never"
-    if resume.required:
-        name, key, cure = "tokenizer.json", "data.tokenizer", "Set its folder, such as RUN/model"
-    if found.manifest is None or name not in found.manifest.files:
-        return
-    with untrusted(found.files / name, "what a run saves beside its weights"):
-        text = read_file(found.files / name).decode()
-        if resume.required:
-            from tokenizers import Tokenizer
-
-            before, now = Tokenizer.from_str(text).get_vocab(), tokenizer.get_vocab()
-        else:
-            before, now = (
-                _read_as(type(model_config), said) for said in (text, model_config.to_json_string())
+    key, cure = "model.name_or_path", "Restore the old one, use --resume never"
+    for name in (CONFIG, "tokenizer.json")[: 2 if resume.required else 1]:
+        if found.manifest is None or name not in found.manifest.files:
+            continue
+        with untrusted(found.files / name, "what a run saves beside its weights"):
+            text = read_file(found.files / name).decode()
+            if name == CONFIG:
+                told = _told_settings(type(model_config), text, model_config.to_json_string())
+            else:
+                told = _told_tokens(text, tokenizer)
+                key, cure = "data.tokenizer", "Set its folder, such as RUN/model"
+        if told and name == CONFIG and resume.required:
+            logger.info("the new run's model differs from the checkpoint's: %s", told)
+        elif told:
+            raise ConfigError(
+                f"{key}: expected the {name} that was saved with the weights in '{resume.path}'; "
+                f"it has changed ({told}). {cure}, or export the checkpoint and start from that "
+                "folder."
             )
-    known = before if resume.required else {*before, *now}  # a new run may add tokens
-    keys = sorted(one for one in known if before.get(one) != now.get(one))
-    changed = [one for one in keys if resume.required or not _FREE_KEYS.search(one)]
-    if changed:
-        told = ", ".join(f"{one!r} {before.get(one)} -> {now.get(one)}" for one in changed[:3])
-        raise ConfigError(
-            f"{key}: expected the {name} that was saved with the weights in '{resume.path}'; it "
-            f"has changed ({told}). {cure}, or export the checkpoint and start from that folder."
-        )
+
+
+def _told_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The first tokens of a tokenizer.json that have other ids; a new run may add tokens."""
+    from tokenizers import Tokenizer
+
+    before, now = Tokenizer.from_str(text).get_vocab(), tokenizer.get_vocab()
+    return _told(before, now, before)
+
+
+def _told_settings(kind: type[PretrainedConfig], *texts: str) -> str:
+    """The first settings in which two configurations differ, and which change a forward."""
+    before, now = (_read_as(kind, text) for text in texts)
+    return _told(before, now, [key for key in {**before, **now} if not _FREE_KEYS.search(key)])
+
+
+def _told(before: dict[str, Any], now: dict[str, Any], keys: Iterable[str]) -> str:
+    changed = sorted(key for key in keys if before.get(key) != now.get(key))
+    return ", ".join(f"{key!r} {before.get(key)} -> {now.get(key)}" for key in changed[:3])
 
 
 def _read_as(kind: type[PretrainedConfig], text: str) -> dict[str, Any]:
@@ -418,12 +439,10 @@ class RunCheckpoints(Keeper):
         launch = read_launch_environment()
         self._is_first = launch is None or launch.rank == 0
         place = self.folder.checkpoints
-        if (
-            self._is_first
-            and self.steps.save_every is not None
-            and place != self.folder.path / IN_RUN
-        ):
-            saving.SAVES.claim_folder(place)  # no other run, and no import, may use it from now on
+        if self._is_first and self.steps.save_every is not None:
+            if place != self.folder.path / IN_RUN:
+                saving.SAVES.claim_folder(place)  # no other run or import may use it from now on
+            _check_writable(place)
 
     @property
     def saves(self) -> bool:
@@ -514,6 +533,16 @@ class RunCheckpoints(Keeper):
             "seed": order.seed,
             "data": self.steps.data,
         }
+
+
+def _check_writable(place: Path) -> None:
+    """Raises CheckpointError before the first step if an existing folder takes no checkpoint."""
+    if not isinstance(place, StorePath) and place.is_dir():
+        try:
+            with tempfile.TemporaryFile(dir=place):
+                pass  # permissions do not show read-only mounts
+        except OSError as error:
+            raise failure(place, 0, error) from error
 
 
 def check_lock(folder: RunFolder) -> None:

@@ -223,7 +223,7 @@ def prepare_run(
                 model_config = getattr(model, "config", model_config)  # some classes change it
             check_model(resume, found, model_config, dataset.tokenizer)
         _say_kept_batch(training, num_batches, steps)
-        _check_disk(view, steps, RunFolder(output_dir), resume)
+        _check_disk(command, view, steps, RunFolder(output_dir), resume)
         return CheckedRun(resolved, dataset, steps, view, output_dir, resume, start_id, teacher)
     except (CheckpointError, ConfigError, DataError) as error:
         # Another start may have moved the older run meanwhile.
@@ -257,14 +257,11 @@ def claim_elsewhere(checked: CheckedRun) -> None:
 
 
 @contextmanager
-def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFolder, Path | None]]:
+def made_folder(checked: CheckedRun, command: Command) -> Iterator[RunFolder]:
     """Makes the run's folder with everything that ranks read; locks it inside the block.
 
     Checkpoints that are elsewhere in a store are locked, too. A run that has ended since the check
-    may have saved there.
-
-    Yields:
-        The folder, and the place that an older run was moved to.
+    may have saved there. The log says what happens to an older run in the folder.
     """
 
     def fields(moved: Path | None) -> dict[str, Any]:
@@ -284,12 +281,20 @@ def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFold
     with StoreLock(place, token) if isinstance(place, StorePath) else nullcontext():
         check_checkpoint_dir(elsewhere, checked.resume, checked.output_dir)
         with begin(checked.output_dir, command, fields=fields, **how) as (folder, moved):
+            if moved is not None:
+                logger.info("moved the older run in %s to %s", folder.path, moved)
+            if checked.resume.in_place:
+                where = "" if checked.resume.path else " from step 0, because it has no checkpoint"
+                told = "resuming the run in %s%s (`--resume never` starts a new run)"
+                logger.info(told, folder.path, where)
             write_text(folder.config, checked.resolved.to_yaml())
             write_text(folder.plan, checked.view.plan.to_json())
             aside = folder.path / ".data.new"
-            shutil.rmtree(aside, ignore_errors=True)  # left by a killed start
+            with suppress(FileNotFoundError):
+                shutil.rmtree(aside)  # left by a killed start
             checked.dataset.save(aside)
-            shutil.rmtree(folder.data, ignore_errors=True)
+            with suppress(FileNotFoundError):
+                shutil.rmtree(folder.data)
             aside.rename(folder.data)
             if checked.resume.path is None:  # perhaps of another teacher, or cut in another way
                 with suppress(FileNotFoundError):
@@ -297,7 +302,7 @@ def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFold
             (folder.path / ELSEWHERE).unlink(missing_ok=True)
             if elsewhere is not None:
                 write_text(folder.path / ELSEWHERE, f"{place.resolve()}\n")
-            yield folder, moved
+            yield folder
 
 
 def _read_data(config: RunConfig, command: Command) -> tuple[PreparedData, PretrainedConfig]:
@@ -371,13 +376,15 @@ def _check_memory(view: View | XlaOutlook) -> None:
 
 
 def _check_disk(
-    view: View | XlaOutlook, steps: StepPlan, folder: RunFolder, resume: Resume
+    command: Command, view: View | XlaOutlook, steps: StepPlan, folder: RunFolder, resume: Resume
 ) -> None:
     """Raises WillNotFitError if the disk has no room for the run's checkpoints and its model.
 
     The checkpoints and the model of a run that is resumed count as free space, because the resumed
     run replaces them. A run that starts again moves the older one aside, which frees nothing.
     """
+    if command.kind.write is not None:  # `distill cache` saves neither checkpoints nor a model
+        return
     plan, training = view.plan, view.config.training
     element = ITEMSIZE[view.config.sharding.master_dtype or DType.FLOAT32]
     exported = plan.num_parameters * element * (2 if training.ema_decay is not None else 1)

@@ -130,6 +130,11 @@ def test_the_refusal_of_a_file_has_its_lines(load_file, snapshot):
             {"distill": {"cache": "c", "teacher_offload": "cpu"}},
             "distill.teacher_offload: expected no distill.cache together with it, got 'cpu'",
         ),
+        (
+            "distill",
+            {"model": "m", "teacher": "t", "distill": {"layers": 1}},
+            "distill.layers: expected a teacher and no student, which is cut out of it; got",
+        ),
     ],
 )
 def test_what_another_recipe_would_read_is_refused(configured, command, fields, said):

@@ -287,6 +287,11 @@ def test_a_folder_that_cannot_generate_is_one_typed_error(tmp_path, file, change
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="FOLDER: "):  # never from random weights
         generate(Request(tmp_path, ("some",), SamplingSettings(2)), is_sharded=True)
+    (tmp_path / "config.json").write_text(config.to_json_string())
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "model.safetensors").mkdir()  # transformers would say that there is none
+    with pytest.raises(ConfigError, match="Is a directory"):
+        generate(Request(tmp_path, ("some",), SamplingSettings(2)))
 
 
 def test_a_model_that_reads_what_it_predicts_is_refused():

@@ -1,6 +1,7 @@
 """What a run goes on from, by what lies in its folder; how a kept batch is divided anew."""
 
 import json
+import logging
 import math
 import os
 from dataclasses import replace
@@ -190,7 +191,16 @@ def test_a_run_without_its_configuration_has_that_of_its_checkpoint(tmp_path):
     check_same(other, folder.path, folder.checkpoints)
 
 
-def test_weights_that_would_fit_another_model_or_tokenizer_are_not_taken(tmp_path):
+def test_the_log_names_no_key_that_has_kept_its_default(tmp_path, caplog):
+    folder = run_folder(tmp_path / "run")
+    folder.config.write_text(load_config(None).to_yaml())
+    checkpoint(folder.checkpoints / "step-00000003")
+    with caplog.at_level(logging.INFO):
+        check_same(load_config(None, ["sft.packing=true"]), folder.path, folder.checkpoints)
+    assert caplog.messages == ["changed since the run started: sft.packing None -> True"]
+
+
+def test_weights_that_would_fit_another_model_or_tokenizer_are_not_taken(tmp_path, caplog):
     before = LlamaConfig(hidden_size=64)
     texts = {"config.json": before.to_json_string()}
     texts["tokenizer.json"] = numbers_tokenizer(9).backend_tokenizer.to_str()
@@ -200,7 +210,9 @@ def test_weights_that_would_fit_another_model_or_tokenizer_are_not_taken(tmp_pat
     same = LlamaConfig(hidden_size=64, use_cache=False, bos_token_id=7)
     check_model(own, found, same, learned)
     other = LlamaConfig(hidden_size=64, rms_norm_eps=0.5)  # the default is in no config.json
-    check_model(replace(own, required=True), found, other, kept)
+    with caplog.at_level(logging.INFO):
+        check_model(replace(own, required=True), found, other, kept)
+    assert caplog.messages[0].endswith("the checkpoint's: 'rms_norm_eps' 1e-06 -> 0.5")
     with pytest.raises(ConfigError, match=r"with the weights .*\('rms_norm_eps' 1e-06 -> 0\.5\)"):
         check_model(own, found, other, kept)
     with pytest.raises(ConfigError, match=r"tokenizer\.json .* has changed \('8' 8 -> None\)"):

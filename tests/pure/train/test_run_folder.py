@@ -15,6 +15,7 @@ from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -66,6 +67,11 @@ def test_a_save_that_failed_is_no_saved_step(tmp_path):
         with pytest.raises(CheckpointError, match="disk: it is full"):
             keeper.keep(5, stopping=False, last=False)
         assert LAST_SAVED not in folder.read_record()
+        folder.checkpoints.mkdir()
+        no_files = OSError(errno.EROFS, "it is mounted to be read")
+        said = pytest.raises(CheckpointError, match="could not: it is mounted to be read")
+        with patch("tempfile.TemporaryFile", side_effect=no_files), said:  # before the first step
+            RunCheckpoints(folder, trainee, steps, None, [], Patience(None))
 
 
 def in_another_process(code, *args):

@@ -33,10 +33,10 @@ def _check(config: RunConfig, command: Command) -> Iterator[Problem]:
     if config.teacher is None and not cached:
         advice = "Set a model folder, or distill.cache"
         yield Problem("teacher", "the model from which the student learns", "none", advice)
-    cuts = (settings.experts, settings.layers) != (None, None)
+    cuts = [name for name in ("experts", "layers") if getattr(settings, name) is not None]
     if cuts and (config.model != config.teacher or cached):
         expected, advice = "a teacher and no student, which is cut out of it", "Leave model out"
-        yield Problem("distill.experts", expected, "another model or a cache", advice)
+        yield Problem(f"distill.{cuts[0]}", expected, "another model or a cache", advice)
     if cached and settings.teacher_offload is not None:
         says, advice = show(settings.teacher_offload), "Leave it out, because no teacher runs"
         yield Problem("distill.teacher_offload", "no distill.cache together with it", says, advice)
