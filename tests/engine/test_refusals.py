@@ -232,8 +232,6 @@ def refused_calls():
     for name, call in calls.items():
         texts[name] = error_of(call)
         model.zero_grad()
-    missing = model.load_state_dict({}, strict=False).missing_keys
-    assert missing == reference.load_state_dict({}, strict=False).missing_keys
     run.loss(model, 1).backward()
     alone.loss(reference, 1).backward()
     assert unlike_gradients(model, reference) == []

@@ -79,10 +79,8 @@ def hook_loading(model: nn.Module, engine: Engine) -> list[Any]:
     return handles + slices
 
 
-def _refuse_empty(
-    _model: nn.Module, state_dict: Any, prefix: str, _metadata: Any, strict: Any, *_: Any
-) -> None:
-    if strict and not prefix and not state_dict:
+def _refuse_empty(_model: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
+    if not prefix and not state_dict:
         raise ShardedTensorError(
             "load_state_dict: expected whole tensors on every rank; got an empty dict, as "
             "fs.full_state_dict returns on all ranks except rank 0. Call fs.load_full_state(model, "
