@@ -315,10 +315,11 @@ def misused_blocks():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.loss(model, 0).backward()
     optimizer.step()  # shards here, whole below
-    nested = fs.unsharded(model)
+    nested, waits = fs.unsharded(model), run.loss(model, 0)
     with fs.unsharded(model):
         texts = {
             "training": error_of(lambda: run.loss(model, 0)),
+            "backward": error_of(waits.backward),
             "optimizer": error_of(optimizer.step),
             "full_state_dict": error_of(lambda: fs.full_state_dict(model)),
             "nested": error_of(nested.__enter__),
