@@ -310,6 +310,20 @@ def test_data_assigned_inside_unsharded_is_kept(strategy):
     assert same(fs.full_state_dict(model, rank0_only=False), whole.state_dict())
 
 
+@pytest.mark.parametrize("name", ["head.weight", "scale"])  # a rank has all of scale
+@on_ranks(2)
+def test_a_gradient_made_inside_unsharded_is_an_error_on_all_ranks(name):
+    run, model, _ = sharded()
+    param = model.get_parameter(name)
+    with pytest.raises(EngineError, match=f"no new gradient.*{name}.*dropped"):
+        with fs.unsharded(model):
+            param.square().sum().backward()
+    assert param.grad is None
+    run.loss(model, 0).backward()
+    with fs.unsharded(model):
+        param.grad.mul_(2)  # the shard's
+
+
 def misused_blocks():
     run, model, _ = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
