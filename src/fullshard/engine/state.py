@@ -255,6 +255,8 @@ class _Whole:
                     placed = self.placed[id(member)]
                     torch.utils.swap_tensors(member.param, placed)
                     member.param.requires_grad_(placed.requires_grad)
+                    if placed.grad is not None:
+                        self.graded.append(member.piece.name)
                     continue
                 held = id(member) in self.grads
                 grad = member.param.grad if held else None
