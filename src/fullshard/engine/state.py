@@ -209,8 +209,8 @@ def unsharded(
         )
     if graded := [name for whole in opened for name in whole.graded]:
         raise EngineError(
-            "fs.unsharded: expected no new gradient (p.grad = ...), as optimizers step shards; got one "
-            f"of {graded[0]}, which was dropped. Add its part to p.grad outside of the block; "
+            "fs.unsharded: expected no new gradient (p.grad = ...), as optimizers step shards; got "
+            f"one of {graded[0]}, which was dropped. Add its part to p.grad outside of the block; "
             "fs.sharding(p) says which."
         )
 
