@@ -25,7 +25,7 @@ from fullshard.checkpoint.format import ADAPTED, AVERAGE, OWN, Kind, StoredTenso
 from fullshard.checkpoint.read import Checkpoint, choose
 from fullshard.checkpoint.retain import Found, candidates
 from fullshard.config.values import nearest
-from fullshard.engine._torch_compat import storage_key
+from fullshard.engine._torch_compat import has_version, storage_key
 from fullshard.engine.cuts import Cut
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.owned import owns_states
@@ -41,7 +41,6 @@ from fullshard.engine.state import (
     optimizer_state,
     restore_optimizer,
 )
-from fullshard.engine.unit import has_version
 from fullshard.errors import CheckpointError, untrusted
 from fullshard.saving import (
     EXTRA,

@@ -299,6 +299,8 @@ def test_unsharded_shows_the_dtensors_of_the_other_axes():
         model.load_state_dict(other.state_dict())
         with pytest.raises(EngineError, match="inside fs"):
             optimizer.step()
+    with pytest.raises(EngineError, match="no new gradient"), fs.unsharded(model):
+        model.blocks[0].down.weight.grad = model.blocks[0].down.weight.detach().clone()
     assert [id(param) for param in model.parameters()] == objects
     its = make_optimizer("adamw", other.parameters())
     for one, updates in ((other, its), (model, optimizer)):

@@ -310,15 +310,30 @@ def test_data_assigned_inside_unsharded_is_kept(strategy):
     assert same(fs.full_state_dict(model, rank0_only=False), whole.state_dict())
 
 
+@pytest.mark.parametrize("name", ["head.weight", "scale"])  # a rank has all of scale
+@on_ranks(2)
+def test_a_gradient_assigned_inside_unsharded_is_an_error_on_all_ranks(name):
+    run, model, _ = sharded()
+    param = model.get_parameter(name)
+    with pytest.raises(EngineError, match=f"no new gradient.*{name}.*dropped"):
+        with fs.unsharded(model):
+            param.grad = torch.ones_like(param)
+    assert param.grad is None
+    run.loss(model, 0).backward()
+    with fs.unsharded(model):
+        param.grad.mul_(2)  # the shard's
+
+
 def misused_blocks():
     run, model, _ = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.loss(model, 0).backward()
     optimizer.step()  # shards here, whole below
-    nested = fs.unsharded(model)
+    nested, waits = fs.unsharded(model), run.loss(model, 0)
     with fs.unsharded(model):
         texts = {
             "training": error_of(lambda: run.loss(model, 0)),
+            "backward": error_of(waits.backward),
             "optimizer": error_of(optimizer.step),
             "full_state_dict": error_of(lambda: fs.full_state_dict(model)),
             "nested": error_of(nested.__enter__),

@@ -155,6 +155,14 @@ def storage_key(tensor: torch.Tensor) -> int:
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
+def has_version(tensor: torch.Tensor) -> bool:
+    """Whether it has a version: tensors made in inference_mode have none, and get no gradient."""
+    try:
+        return tensor._version >= 0
+    except RuntimeError:  # is_inference() is wrong after `.data` was set
+        return False
+
+
 def is_compiling() -> bool:
     """Whether the compiler runs, which looks at all attributes of tensors."""
     return torch._guards.TracingContext.try_get() is not None  # pyright: ignore

@@ -207,6 +207,12 @@ def unsharded(
             f"fs.unsharded: expected data of the parameter's shape and dtype (p.data = ...); got "
             f"{unfit[0]}. Its old values were kept. Give it the same shape and dtype."
         )
+    if graded := [name for whole in opened for name in whole.graded]:
+        raise EngineError(
+            "fs.unsharded: expected no new gradient (p.grad = ...), as optimizers step shards; got "
+            f"one of {graded[0]}, which was dropped. Add its part to p.grad outside of the block; "
+            "fs.sharding(p) says which."
+        )
 
 
 class _Whole:
@@ -215,6 +221,7 @@ class _Whole:
     def __init__(self, unit: Unit, *, with_grads: bool) -> None:
         self.unit = unit
         self.buffers: list[torch.Tensor] = []
+        self.graded: list[str] = []  # parameters that got whole gradients inside
         self.placed: dict[int, Any] = {}  # objects that contain the shards of DTensors
         self.grads = _whole_grads(unit) if with_grads else {}
         for group in unit.groups:
@@ -248,6 +255,8 @@ class _Whole:
                     placed = self.placed[id(member)]
                     torch.utils.swap_tensors(member.param, placed)
                     member.param.requires_grad_(placed.requires_grad)
+                    if placed.grad is not None:
+                        self.graded.append(member.piece.name)
                     continue
                 held = id(member) in self.grads
                 grad = member.param.grad if held else None
@@ -255,6 +264,11 @@ class _Whole:
                     member.param.grad = None
                 shape = shard_shape(member.piece, whole=whole)
                 member.param.data = member.local(group.master).view(shape)
+                with no_guard():
+                    made = type(member.param.grad)
+                    if not whole and not issubclass(made, Guarded | None):
+                        member.param.grad = None
+                        self.graded.append(member.piece.name)
                 member.param.__class__ = ShardedParameter
                 if held and (grad is not None or not writeback):
                     self._put_back(engine, member, grad if writeback else None)

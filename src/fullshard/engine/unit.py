@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge, increment_version
 
 from fullshard.engine._torch_compat import (
+    has_version,
     local_tensor,
     no_guard,
     plain,
@@ -639,23 +640,21 @@ class Unit:
         self._spans = [(full.data_ptr(), full.data_ptr() + full.nbytes) for full in shared]
 
 
-def has_version(shard: nn.Parameter) -> bool:
-    """Whether it has a version: tensors made in inference_mode have none, and get no gradient."""
-    try:
-        return shard._version >= 0
-    except RuntimeError:  # is_inference() is wrong after `.data` was set
-        return False
-
-
 def is_reached(member: Member) -> bool:
     """Whether the running backward computes the node."""
     try:
-        return member.compute.requires_grad and will_execute(member.node)
+        reached = member.compute.requires_grad and will_execute(member.node)
     except RuntimeError as error:
         raise EngineError(
             "torch.autograd.grad: expected inputs that are not parameters; got the compute "
             f"parameter of {member.piece.name!r}. Call backward() and read p.grad."
         ) from error
+    if reached and not issubclass(type(member.param), Guarded):
+        raise EngineError(
+            f"backward inside fs.unsharded: expected {member.piece.name!r} as a shard; gradients "
+            "of whole parameters cannot be stored in shards. Train outside of the block."
+        )
+    return reached
 
 
 def alive(weak: weakref.ref[T], what: str) -> T:
