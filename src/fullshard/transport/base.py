@@ -499,7 +499,8 @@ class MessageTransport(Transport):
             Works(works, own).wait()
             if text == sent:  # nearly always
                 return
-            phases = [bytes(x.tolist()).decode(errors="replace").strip() for x in texts]
+            parts = [text[at : at + PHASE_BYTES] for at in range(0, len(text), PHASE_BYTES)]
+            phases = [part.decode(errors="replace").strip() for part in parts]
             here = phases[ranks.index(self.rank)]
             found = [f"rank {r} is at {p}" for r, p in zip(ranks, phases, strict=True) if p != here]
             if found:
