@@ -79,10 +79,8 @@ def is_tracing() -> bool:
     return proxy is not None or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 
-def is_profiling() -> bool:
-    """Whether a profiler of torch's listens."""
-    return torch._C._autograd._profiler_enabled()  # type: ignore[attr-defined]
-
+# Whether a profiler of torch's listens.
+is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled  # type: ignore[attr-defined]
 
 # The transformation of torch.func (vmap, grad, jvp) that is under way, or None.
 is_transforming: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore

@@ -241,11 +241,12 @@ class Gradients:
         """Ask autograd which gradients will arrive; returns the units that get none."""
         self.norms.mark_changed()
         self.synced = self.sync
-        for unit in units:
-            with no_guard():
+        with no_guard():
+            for unit in units:
+                unit.num_expected = 0
                 for member in unit.trained_members:
                     member.expected = is_reached(member)
-            unit.num_expected = sum(member.expected for member in unit.trained_members)
+                    unit.num_expected += member.expected
         nothing = [unit.plan.index for unit in units if unit.num_expected == 0]
         self.expects_any = len(nothing) < len(units)
         self.norms.task = graph_task_id() if self.expects_any else -2

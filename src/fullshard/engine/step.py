@@ -319,25 +319,24 @@ class Runtime:
             Whether any of the tensors is part of an autograd graph.
         """
         use = self._current[index]
-        if use is None or self.is_in_backward():  # outside the unit, or in a recomputation
-            return False
-        nodes: list[Any] = []
+        if use is None or (self._task != -1 and self.is_in_backward()):
+            return False  # outside the unit, or in a recomputation
+        is_found = False
         for tensor in tensors if not is_transforming() else unwrapped(tensors):
-            if tensor.requires_grad and not issubclass(type(tensor), _NOT_MADE):
-                nodes.append(tensor.grad_fn)
-                if (base := tensor._base) is not None:  # of a modified view
-                    nodes.append(base.grad_fn)
-        for node in nodes:
-            if node is None or (number := node._sequence_nr()) < use.first_node:
+            if not tensor.requires_grad or issubclass(type(tensor), _NOT_MADE):
                 continue
-            # A prehook runs after the hooks of tensors, but costs a handle. Inner outputs
-            # share a tensor hook, which registers a prehook when it is called.
-            if is_inner:
-                node._register_hook_dict(self._node_hooks[index].holder)
-            else:
-                use.hooked.add(number)
-                node.register_prehook(self._begin_hooks[index])
-        return bool(nodes)
+            is_found, base = True, tensor._base  # that of a modified view has a node, too
+            for node in (tensor.grad_fn,) if base is None else (tensor.grad_fn, base.grad_fn):
+                if node is None or (number := node._sequence_nr()) < use.first_node:
+                    continue
+                # A prehook runs after the hooks of tensors, but costs a handle. Inner outputs
+                # share a tensor hook, which registers a prehook when it is called.
+                if is_inner:
+                    node._register_hook_dict(self._node_hooks[index].holder)
+                else:
+                    use.hooked.add(number)
+                    node.register_prehook(self._begin_hooks[index])
+        return is_found
 
     def _begin_step(self, index: int, *, stale: bool) -> None:
         if self._task != -1 or self.stack or any(unit.swapped for unit in self.units):

@@ -191,6 +191,7 @@ class Group:
     def is_in_place(self) -> bool:
         """Whether all shards are in place and trained as when sharded. Outside the guard."""
         dtype, shards = self.master.dtype, self._shards
+        _kept = self.master.untyped_storage()  # else each empty shard makes this object anew
         return (
             [x.data_ptr() or x.untyped_storage().data_ptr() for x in shards] == self.addresses
             and (self.plan.layout.num_parts > 1 or all(x.is_contiguous() for x in shards))
