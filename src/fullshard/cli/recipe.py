@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from fullshard.run.start import CheckedRun
 
 ROOM_BYTES = 1 << 30  # more than a launcher that tokenizes and a server of ranks take (0.8 GiB)
+# Keys that change what a model learns.
+_LEARNING = ("distill.", "sft.", "training.learning_rate", "training.lr_", "training.max_s")
+_LEARNING += ("training.num_train", "training.per_device_train", "training.w")
 
 ResumeFlag = Annotated[
     str | None,
@@ -75,10 +78,26 @@ def app_of(recipe: Command) -> typer.Typer:
         if config_file is None and split_config(words or (), config)[0] is None:
             other = recipe.about.job(resolved)  # may depend on the words
             resolved = resolved if other == job else load(words, default=other)
+        _say_values(resolved)
         ended = _train_missing_model(command, resolved, flags)
         return run_recipe(command, resolved, flags) if ended is None else ended
 
     return app
+
+
+def _say_values(resolved: Resolved) -> None:
+    """Print what a built-in job sets for the user's own model or data."""
+    from fullshard.config.environment import read_launch_environment
+    from fullshard.config.files import flatten
+
+    launch = read_launch_environment()
+    is_own = any(map(resolved.is_chosen, ("model.name_or_path", "data.path")))
+    if not resolved.job or not is_own or (launch and launch.rank):
+        return
+    values = flatten(resolved.config.to_dict())
+    ours = [key for key, at in resolved.origins.items() if at.file == resolved.job]
+    told = [f"{key.partition('.')[2]} {values[key]}" for key in ours if key.startswith(_LEARNING)]
+    print(f"{resolved.job}: the built-in job's values hold without a CONFIG: {', '.join(told)}")
 
 
 def _train_missing_model(command: Command, resolved: Resolved, flags: StartFlags) -> Outcome | None:

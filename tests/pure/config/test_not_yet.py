@@ -174,7 +174,6 @@ def test_a_recipe_takes_its_own_sections_and_what_happens_anyway(configured):
         ("sharding.fp32_modules=norm", "sharding.fp32_modules"),
         ("sharding.grad_reduction=sum", "sharding.grad_reduction"),
         ("training.warmup_steps=2 training.warmup_ratio=0.1", "training.warmup_ratio"),
-        ("training.warmup_steps=0 training.warmup_ratio=0.1", "training.warmup_steps"),
         ("training.max_steps=0 training.num_train_epochs=1", "training.max_steps"),
         ("distill.chunk_size=9 training.loss_chunk_size=9", "training.loss_chunk_size"),
         ("sft.num_samples=0 sft.sample_tokens=9", "sft.sample_tokens"),
