@@ -4,6 +4,7 @@ Here the host computes as well; tests/gpu has the copies between host and device
 """
 
 import contextlib
+import copy
 import os
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import fullshard as fs
 from fullshard.engine.engine import engine_of
@@ -329,3 +331,36 @@ def test_a_disk_that_fails_in_a_step_is_named(tmp_path, monkeypatch, moved):
     monkeypatch.setattr(os, "preadv", preadv)
     with pytest.raises(EngineError, match=r"state on nvme: expected preadv of .*; (Input|the fil)"):
         model(torch.ones(2, 12))
+
+
+class Skips(nn.Module):
+    """Layers of which one is left out."""
+
+    left: int | None = None
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(12, 12) for _ in range(5)])
+
+    def forward(self, x):
+        for at, layer in enumerate(self.layers):
+            x = x if at == self.left else torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("left", [1, 3, 4])
+@pytest.mark.parametrize("transport", ["c10d", "shared"])
+@on_ranks(2)
+def test_peers_gather_a_unit_on_disk_that_a_rank_leaves_out(transport, left):
+    """Each gather begins late: once this rank's part is read, or by what the rank does next."""
+    torch.manual_seed(0)
+    model, x = Skips().double(), torch.randn(4, 12, dtype=torch.float64)
+    one = copy.deepcopy(model)
+    fs.shard(model, wrap=["Linear"], offload="nvme", transport=transport, poison=True)
+    for step in range(3):
+        with torch.no_grad():
+            assert torch.equal(model(x), one(x))
+        dist.barrier()  # no gather begins while a rank waits here
+        model(x).square().mean().backward()
+        dist.barrier()
+        model.left = one.left = left if dist.get_rank() and not step else None

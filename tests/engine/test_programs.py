@@ -4,7 +4,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -158,6 +158,49 @@ class ForcesInside(Layer):
 def evaluation_with_gradients_inside(model, x):
     with torch.no_grad():
         return square(model, x)
+
+
+@cache
+def worker():
+    return ThreadPoolExecutor(1)
+
+
+class InAThread(Layer):
+    """Computes in a worker thread."""
+
+    def forward(self, x):
+        return worker().submit(super().forward, x).result()
+
+
+class InThreads(Layer):
+    """Autograd mixes the nodes of its layers, which have the same numbers."""
+
+    def forward(self, x):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(super().forward, x).result()
+
+
+def guided_by_itself(model, x):
+    """The model is called in the middle of its own backward."""
+
+    def guide(gradient):
+        y = x.detach().requires_grad_()
+        with torch.enable_grad():
+            return gradient + torch.autograd.grad(square(model, y), y)[0].abs().sum()
+
+    at = model.layers[2]
+    hook = at.register_forward_hook(lambda *said: said[2].register_hook(guide) and None)
+    loss = square(model, x)
+    hook.remove()
+    return loss
+
+
+@on_ranks(2)
+def test_a_slot_that_is_needed_for_two_units_at_once_is_refused_on_all_ranks():
+    for build, work in ((Chain, guided_by_itself), (partial(Chain, InThreads), square)):
+        said = said_of(build, lambda *of, work=work: work(*of).backward())
+        assert all("expected its slot to be free; it contains" in text for text in said[:2]), said
+        assert said[2:] == ["nothing", "nothing"]
 
 
 class Branches(Chain):
@@ -452,6 +495,7 @@ PROGRAMS |= {
         "gradients inside the forward": Forces,
         "gradients inside the forward of units": partial(Chain, ForcesInside),
         "a branch in a worker thread": Branches,
+        "units that compute in a worker thread": partial(Chain, InAThread),
         "views of outputs that are written in place": partial(WritesIntoViews, Turned),
         "recurrent layers": partial(Chain, Recurrent),
         "weights hooked before the order is learned": partial(Backwards, Hooked),

@@ -83,7 +83,6 @@ def test_asking_for_what_cannot_be_shared_is_refused_with_the_reason():
 # ---- who may write when --------------------------------------------------------------------------
 
 
-@pytest.mark.short(1)
 @pytest.mark.parametrize("slow", [0, 1])
 @on_ranks(2)
 def test_a_slot_of_offloaded_weights_waits_for_peers_that_still_copy_it(slow):

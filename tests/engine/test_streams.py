@@ -372,6 +372,30 @@ def waits_on_another_stream(trial, model, played):
         played.join(played.now, SIDE)
 
 
+def defers_and_leaves_out_a_block(trial, model, played):
+    """Peers wait for the block, whose gather begins late where weights are on disk."""
+    model.left_out = 3
+    with fs.no_sync(model):
+        model(torch.randn(3, WIDTH)).backward()
+    evaluates(trial, model, played)
+    model.left_out = 9
+    on_other_streams(trial, model, played)
+
+
+def updates_on_other_streams(trial, model, played):
+    """The optimizer steps on another stream than the backward, and that than the forward."""
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    for _ in range(2):
+        on_other_streams(trial, model, played)
+        played.join(SIDE, "three")
+        with played.on(SIDE):
+            optimizer.step()
+            optimizer.zero_grad()
+        played.join(played.now, SIDE)
+
+
+# Gradients on disk are copied while the host waits; on a CPU they take another way.
+ON_DISK = {"parameters": "nvme", "gradients": "cpu", "optimizer": "nvme"}
 OTHERS = [
     Trial(FULL, do=on_other_streams),
     Trial(HYBRID, do=on_other_streams, stream=SIDE),
@@ -386,6 +410,8 @@ OTHERS = [
     Trial(HYBRID, do=waits_on_another_stream),
     Trial(FULL | {"poison": True}, do=computes_on_two_streams),
     Trial(FULL | {"offload": "cpu"}, do=trains_beside_another_model, stream=SIDE),
+    Trial(FULL | {"offload": ON_DISK}, do=defers_and_leaves_out_a_block, stream=SIDE),
+    Trial(HYBRID | {"offload": ON_DISK}, do=updates_on_other_streams, again=True),
 ]
 
 

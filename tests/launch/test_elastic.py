@@ -36,11 +36,10 @@ def written(folder, name):
     return config
 
 
-def agent(config, port, log):
+def agent(job, port, log, *, machines="1:2"):
     """torchrun on one "machine"."""
-    elastic = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-id=a"]
+    elastic = [f"--nnodes={machines}", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-id=a"]
     meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
-    job = ["-m", "fullshard", "train", str(config)]
     command = [sys.executable, "-m", "torch.distributed.run", *elastic, *meeting, *job]
     with log.open("wb") as said:
         return subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
@@ -58,6 +57,7 @@ def test_a_machine_joins_and_is_lost_and_the_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     port = free_port()
     calm, changing = written(tmp_path, "calm"), written(tmp_path, "changing")
+    job = ["-m", "fullshard", "train", str(changing)]
     alone = [sys.executable, "-m", "fullshard", "train", str(calm), "num_processes=1"]
     subprocess.run(alone, check=True, capture_output=True, timeout=300)
     run, logs = tmp_path / "changing", [tmp_path / "first.log", tmp_path / "second.log"]
@@ -67,10 +67,10 @@ def test_a_machine_joins_and_is_lost_and_the_run_goes_on(tmp_path, monkeypatch):
         planned = json.loads(record.read_text()).get("planned") if record.is_file() else None
         return planned["world_size"] if planned else 0
 
-    agents = [agent(changing, port, logs[0])]
+    agents = [agent(job, port, logs[0])]
     try:
         wait_until(lambda: max(losses(run), default=0) > 10, 100, "steps on one machine")
-        agents.append(agent(changing, port, logs[1]))
+        agents.append(agent(job, port, logs[1]))
         wait_until(lambda: ranks() == 2, 100, "two machines")
         joined = max(losses(run))
         wait_until(lambda: max(losses(run)) > joined + 110, 100, "steps on two machines")
@@ -82,3 +82,17 @@ def test_a_machine_joins_and_is_lost_and_the_run_goes_on(tmp_path, monkeypatch):
     assert ranks() == 1
     assert json.loads((run / "run.json").read_text())["status"] == "finished"
     assert losses(run) == pytest.approx(losses(tmp_path / "calm"), rel=1e-4)
+
+
+def test_both_machines_start_again_after_a_rank_of_either_is_killed(tmp_path):
+    """Their agents share one store, and count restarts apart."""
+    job, port = ["-m", "support.launch_job", "meet_again", str(tmp_path)], free_port()
+    logs = [tmp_path / "first.log", tmp_path / "second.log"]
+    agents = [agent(job, port, log, machines="2") for log in logs]
+    try:
+        found = [process.wait(timeout=200) for process in agents]
+        assert found == [0, 0], [log.read_text() for log in logs]
+    finally:
+        for process in agents:
+            kill_machine(process)
+    assert [len((tmp_path / f"starts_{rank}").read_text().split()) for rank in (0, 1)] == [3, 3]

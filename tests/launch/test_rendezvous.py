@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -231,7 +232,7 @@ def test_a_restart_reads_nothing_that_the_ranks_before_it_wrote(torchrun, monkey
     monkeypatch.setattr(rendezvous.watchdog, "start", lambda *_: None)
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True)  # one for all attempts (--standalone)
     found = []
-    for attempt in range(2):
+    for attempt in (0, 0):  # torchrun does not count a restart for another machine
         more = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": attempt}
         torchrun(port=agent.port, **more)
         rendezvous.init_process_group(10.0)
@@ -242,21 +243,28 @@ def test_a_restart_reads_nothing_that_the_ranks_before_it_wrote(torchrun, monkey
     assert found == [False, True, False, True]
 
 
-def test_machines_that_count_their_own_restarts_meet_in_one_place(torchrun, monkeypatch):
+def test_every_start_of_all_ranks_has_a_number_of_its_own():
     """torchrun counts a failure where it happened, and restarts the other machines uncounted."""
-    import torch.distributed as dist
+    from torch.distributed import TCPStore
 
-    monkeypatch.setattr(rendezvous.watchdog, "start", lambda *_: None)
-    stores = []
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, store, **__: stores.append(store))
-    agent = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    for rank, attempt in enumerate((0, 1)):
-        more = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": attempt}
-        torchrun(rank=rank, size=2, port=agent.port, **more)
-        agent.add(rendezvous.JOINED, 1)  # by the other rank
-        rendezvous.init_process_group(10.0)
-        stores[rank].set(str(rank), "")
-    assert all(store.check(["0", "1"]) for store in stores)
+    agent = TCPStore("127.0.0.1", 0, is_master=True)
+
+    def number(rank, size, timeout_s=20.0):
+        store = TCPStore("127.0.0.1", agent.port, is_master=False)
+        launch = LaunchEnvironment(Launcher.TORCHRUN, rank, size, 0, 1, attempt=rank)
+        return rendezvous.number_of_start(store, launch, timeout_s)
+
+    def start(size):
+        with ThreadPoolExecutor(size) as ranks:
+            return set(ranks.map(lambda rank: number(rank, size), reversed(range(size))))
+
+    found = [start(2)]
+    with pytest.raises(HangError, match=r"expected rank 0's store .*, got no word of rank 0"):
+        number(1, 2, 0.2)  # the next one's rank 1 is killed while it waits; then its rank 0
+    found.append(start(3))
+    with pytest.raises(HangError, match="expected 2 ranks, got 1"):
+        number(0, 2, 0.2)
+    assert [*found, start(2)] == [{1}, {2}, {4}]
 
 
 @pytest.fixture
@@ -289,6 +297,7 @@ def test_a_task_computes_on_the_one_gpu_that_it_sees(visible, device, srun, gpus
     srun(4, SLURM_PROCID=3, SLURM_LOCALID=3, **place)
     gpus(visible)
     store = TCPStore(*place.values(), is_master=True, wait_for_workers=False)  # as of rank 0
+    store.set(rendezvous.ANSWER.format(1), "1")
     with pytest.raises(ConfigError, match=f"for each rank; rank 3 shares {device} of this mach"):
         rendezvous.init_process_group(timeout_s=5.0)
     assert store

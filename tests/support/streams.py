@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fullshard.engine import disk
 from fullshard.engine import step as stepping
 from fullshard.engine import unit as units
 from fullshard.engine.engine import engine_of
@@ -230,6 +231,9 @@ class Played(TorchDispatchMode, Ranges):
             patch.object(units, "kept_tensors", lambda *_: []),  # which the mode's frames keep
             Groups(self).in_place(),
             patch("fullshard.engine.norms.differing_counts", self._read_on_host),
+            patch.object(disk.Disk, "load", disk.Disk.read),  # as to a device, at once
+            patch.object(disk.Disk, "zeros", self._on_host(disk.Disk.zeros)),
+            patch.object(disk.Room, "take", self._on_host(disk.Room.take)),
         ]
         with ExitStack() as stack:
             for each in patches:
@@ -250,6 +254,17 @@ class Played(TorchDispatchMode, Ranges):
         access = (False, HOST, self.tick(HOST), "reads what ranks say")
         self.touch(key_of(landed), _span(landed), access)
         return []
+
+    def _on_host(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """The tensors that it returns are the host's."""
+
+        def made(*args: Any) -> torch.Tensor:
+            tensor = make(*args)
+            self.hosts.add(key := key_of(tensor))
+            weakref.finalize(tensor.untyped_storage(), self.hosts.discard, key)
+            return tensor
+
+        return made
 
     def _queue_callback(self, function: Any) -> None:
         def ended() -> None:

@@ -49,7 +49,9 @@ class LaunchEnvironment:
         launch_dir: folder of the messages between launcher and ranks (our own launcher).
         log_dir: folder of the ranks' logs (our own launcher).
         run_id: equal on every rank and different for every launch; None if unknown.
-        attempt: number of restarts before this launch.
+        attempt: number of restarts before this launch; machines may count differently.
+        start: number of this start of all ranks in a store that outlives them; all ranks know it
+            after the rendezvous.
         timeout_s: seconds after which a rank counts as stuck; None if it is not set.
         config_file: the configuration file that the launcher was given for its script.
     """
@@ -65,13 +67,9 @@ class LaunchEnvironment:
     log_dir: Path | None = None
     run_id: str | None = None
     attempt: int = 0
+    start: int = 0
     timeout_s: float | None = None
     config_file: Path | None = None
-
-    @property
-    def round(self) -> int:
-        """The number of restarts if all ranks are on one machine, else 0: machines count apart."""
-        return self.attempt if self.local_world_size == self.world_size else 0
 
     @property
     def first_serves(self) -> bool:
@@ -86,7 +84,8 @@ class LaunchEnvironment:
         `init_process_group`, which then uses our launcher's store.
         """
         values = {name: "" if value is None else value for name, value in vars(self).items()}
-        del values["launcher"]  # empty: the child does not inherit one from around the launcher
+        del values["launcher"], values["start"]
+        # Empty ones: the child does not inherit one from around the launcher.
         ours = {OURS + name.upper().removesuffix("_S"): value for name, value in values.items()}
         theirs = ["rank", "world_size", "local_rank", "local_world_size"]
         variables: dict[str, object] = {}

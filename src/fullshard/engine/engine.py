@@ -131,7 +131,7 @@ class Engine:
             self.units, plan.scheduler(), self.gradients, recorder, poison=config.poison
         )
         self.norms.disk, disk = masters.homes.disk, masters.homes.gradients.disk
-        if disk is not None and self.device.type == "cpu":
+        if disk is not None and made is None:
             self.gradients.to_host = disk.to_disk
         self.runtime.before_step = self._before_step
         self.runtime.agree_on_frozen = partial(_agree_on_frozen, self.runtime)

@@ -30,11 +30,11 @@ Closures, partial functions and bound methods are changed alike. Iterators canno
 raise an error.
 
 [Note: recompute]
-Forward code that runs inside its model's backward recomputes activations. It gathers on demand,
-keeps the gathered units, and neither prefetches nor watches outputs. The unit's hooks may be
-outside the recomputed code, so modules also see the compute parameters from pre-backward to the end
-of backward. Any other forward in a backward begins a step: a teacher's, one in a post-accumulate
-hook, or the recompute of a model whose own backward has not begun (a checkpoint around several).
+Forward code that runs inside its model's backward recomputes activations, or belongs to a hook. It
+gathers on demand, keeps the gathered units, and does not prefetch. The unit's hooks may be outside
+the recomputed code, so modules also see the compute parameters from pre-backward to the end of it.
+Any other forward in a backward begins a step: a teacher's, one in a post-accumulate hook, or the
+recompute of a model whose own backward has not begun (a checkpoint around several).
 
 [Note: a backward inside a backward]
 A hook may call `torch.autograd.grad`, as implicit layers do. Autograd finishes this inner backward
@@ -50,6 +50,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from threading import get_ident
 from time import perf_counter
 from typing import Any
 from weakref import WeakSet, ref
@@ -94,6 +95,7 @@ class Use:
         around: The use of the enclosing unit; its backward begins first.
         generation: The forward of the whole model that the use belongs to.
         first_node: Number of the first autograd node created in the forward.
+        thread: The thread of the forward; autograd numbers the nodes of each thread anew.
         task: Id of the backward that has entered the use; -1 before.
         retained: Whether that backward kept its graph.
         num_views: Number of tensors in its slots before it; None if it makes a graph.
@@ -104,6 +106,7 @@ class Use:
     around: Use | None
     generation: int
     first_node: int = field(default_factory=next_sequence_number)
+    thread: int = field(default_factory=get_ident)
     task: int = -1
     retained: bool = False
     num_views: int | None = None
@@ -158,8 +161,7 @@ class Runtime:
         self.attributes: Sequence[ModuleTensors] = ()  # by unit
         self.stack: list[Use] = []  # running forwards
         self._current: list[Use | None] = [None] * len(self.units)
-        # Hooks of the outputs of each unit, on their autograd nodes.
-        self._begin_hooks: list[Any] = [None] * len(self.units)
+        self._begin_hooks: list[Any] = [None] * len(self.units)  # on nodes of their outputs
         self._node_hooks = [NodeHook() for _ in self.units]  # of outputs of their inner modules
         self._opened: set[Unit] = set()  # units that the running backward has entered
         self.cut_anew: str | None = None  # a trained parameter that a later engine cut differently
@@ -230,11 +232,7 @@ class Runtime:
             self.observed.forward.append(index)
 
     def leave(self, index: int, output: Any) -> Any:
-        """Post-forward of a unit's module; also called when its forward raised.
-
-        Returns:
-            The output, with copies of tensors that share memory with the unit's weights.
-        """
+        """Post-forward, also of one that raised. Returns the output; copies views of weights."""
         unit = self.units[index]
         if unit.swapped == 0:
             return output
@@ -248,6 +246,9 @@ class Runtime:
             self._replaced[index] = self.attributes[index].change(copied, title)
             tensors, in_attributes = tensors_in(output), tensors_in(self.attributes[index].values())
         if self.is_in_backward():
+            begin = self._begin_hooks[index]
+            for node in [tensor.grad_fn for tensor in tensors if begin and tensor.grad_fn]:
+                node.register_prehook(begin)
             self.scheduler.leave_recompute(index)
             return output
         use = self._current[index]
@@ -327,7 +328,8 @@ class Runtime:
                 continue
             is_found, base = True, tensor._base  # that of a modified view has a node, too
             for node in (tensor.grad_fn,) if base is None else (tensor.grad_fn, base.grad_fn):
-                if node is None or (number := node._sequence_nr()) < use.first_node:
+                number = -1 if node is None else node._sequence_nr()
+                if node is None or (number < use.first_node and use.thread == get_ident()):
                     continue
                 # A prehook runs after the hooks of tensors, but costs a handle. Inner outputs
                 # share a tensor hook, which registers a prehook when it is called.

@@ -75,9 +75,6 @@ class StreamedRuntime(Runtime):
             self._streams.keep(gradient, self.stream)
         self._on_the_steps(super().on_gradient, member)
 
-    def _end_backward(self) -> None:
-        self._on_the_steps(super()._end_backward)
-
 
 class TimedActions(Actions):
     """Measures waits for other ranks on the device, and names events for Nsight Systems.

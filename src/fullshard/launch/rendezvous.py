@@ -50,7 +50,9 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 Made = TypeVar("Made")
-JOINED = "fullshard/joined"  # number of ranks, besides rank 0, that have reached the store
+ASKED, STARTS = "fullshard/asked", "fullshard/starts"  # counts of a store
+ANSWER = "fullshard/start_for/{}"  # by question: the start of the rank that asked it
+JOINED = "fullshard/joined/{}"  # by start: number of ranks, besides rank 0, that know its number
 WAITING_S = 10.0  # between log lines of a rank that waits for rank 0
 GOODBYE_S = 10.0  # for all ranks to read how rank 0 ended
 _SERVED: list[LaunchStore] = []  # stores served by this process as rank 0 of another launcher
@@ -85,12 +87,12 @@ def init_process_group(timeout_s: float | None = None, log_dir: Path | None = No
     launch = _with_address(launch, timeout_s)
     try:
         size, timeout = launch.world_size, timedelta(seconds=timeout_s)
-        store = _serve(launch, timeout_s) if launch.rank == 0 else None
+        store = _serve(launch) if launch.rank == 0 else None
         if store is None:
             store, *_ = next(rendezvous("env://", launch.rank, size, timeout=timeout))
-            store.add(JOINED, 1)
-        # torchrun's store may outlive a restart, with the addresses of ranks that are gone.
-        store = PrefixStore(f"fullshard/attempt_{launch.round}", store)
+        if launch.launcher is not Launcher.FULLSHARD:  # which sees the ranks, and serves each start
+            launch = replace(launch, start=number_of_start(store, launch, timeout_s))
+        store = PrefixStore(f"fullshard/start_{launch.start}", store)
         timeout += timedelta(seconds=TIMEOUT_MARGIN_S)
         store.set_timeout(timeout)
         place: Any = {"store": store, "rank": launch.rank, "world_size": size}
@@ -291,15 +293,13 @@ def _await_store(launch: LaunchEnvironment, place: tuple[str, int], timeout_s: f
         raise _unreachable(launch, f"{why} for {timeout_s:g} s (launch.timeout)") from whys[0]
 
 
-def _serve(launch: LaunchEnvironment, timeout_s: float) -> Store | None:
-    """Serves the store as rank 0 until all ranks have reached it; None: its port is taken.
+def _serve(launch: LaunchEnvironment) -> Store | None:
+    """Serves the store as rank 0; None: its port is taken.
 
-    The launcher may serve it; torch names a port that another program has. While torch waits for
-    the ranks, it would not handle signals.
+    The launcher may serve it; torch names a port that another program has.
 
     Raises:
         ConfigError: The address is not that of this machine.
-        HangError: A rank has not started, or has another address.
     """
     meeting = _SERVED[-1] if _SERVED else None
     if meeting is None:
@@ -311,14 +311,45 @@ def _serve(launch: LaunchEnvironment, timeout_s: float) -> Store | None:
             return None
         meeting = LaunchStore(host, port, everywhere=True)
         meeting.serve()
-    store, size = meeting.store, launch.world_size
-    if not wait_until(lambda: store.add(JOINED, 0) + 1 >= size, timeout_s):
+    return meeting.store
+
+
+def number_of_start(store: Store, launch: LaunchEnvironment, timeout_s: float) -> int:
+    """Number of this start of all ranks in their store. Returns when all ranks have reached it.
+
+    torchrun's store may outlive a restart, with the addresses of ranks that are gone. Each agent
+    counts the restarts of its own ranks, and tells them nothing that is equal for all ranks and new
+    at every start. So rank 0 counts, and answers each question by the number of the question: the
+    answers to ranks of earlier starts are under other numbers.
+
+    While torch waits for ranks, it would not handle signals.
+
+    Raises:
+        HangError: A rank has not started, or has another address.
+    """
+    if launch.rank != 0:
+        answer = ANSWER.format(store.add(ASKED, 1))
+        if not wait_until(lambda: store.check([answer]), timeout_s):
+            raise _unreachable(launch, f"no word of rank 0 for {timeout_s:g} s (launch.timeout)")
+        start = int(store.get(answer))
+        store.add(JOINED.format(start), 1)
+        return start
+    start, size, answered = store.add(STARTS, 1), launch.world_size, 0
+
+    def num_ranks() -> int:
+        nonlocal answered
+        while answered < store.add(ASKED, 0):
+            answered += 1
+            store.set(ANSWER.format(answered), str(start))
+        return store.add(JOINED.format(start), 0) + 1
+
+    if not wait_until(lambda: num_ranks() >= size, timeout_s):
         raise HangError(
-            f"WORLD_SIZE: expected {size} ranks, got {store.add(JOINED, 0) + 1} in {timeout_s:g} s "
+            f"WORLD_SIZE: expected {size} ranks, got {num_ranks()} in {timeout_s:g} s "
             "(launch.timeout). Start all of them, with one MASTER_ADDR and MASTER_PORT; or unset "
             "RANK, which an older launch may have left."
         )
-    return store
+    return start
 
 
 def _port_of_rank_0(launch: LaunchEnvironment, timeout_s: float) -> int:

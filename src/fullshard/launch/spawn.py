@@ -378,9 +378,7 @@ def _positions(launch: LocalLaunch, store: LaunchStore) -> list[str]:
     """Last published positions of the ranks, one line per rank."""
     if store.store is None:
         return []
-    number = launch.attempt if launch.machines.num_machines == 1 else 0  # the ranks' `round`
-    seen = watchdog.read_positions(store.store, number, launch.world_size)
-    return watchdog.describe(seen)
+    return watchdog.describe(watchdog.read_positions(store.store, launch.world_size))
 
 
 def _loopback() -> str:

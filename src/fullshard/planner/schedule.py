@@ -472,7 +472,8 @@ class SlotTable:
                 raise SlotError(
                     f"{self._units[unit].title}: expected its slot to be free; it contains "
                     f"{self._units[holder].title}, which is computing. Put both into one unit "
-                    "(wrap), use shard_grad_op, or enter torch.autocast for each forward."
+                    "(wrap), use shard_grad_op, enter torch.autocast for each forward, compute "
+                    "units in one thread, or call the model outside of its own backward."
                 )
         self._take(slot, unit, events)
 

@@ -58,7 +58,7 @@ from fullshard.observe.metrics import wait_until
 from fullshard.planner.events import EventKind
 
 DEFAULT_TIMEOUT_S = 600.0
-PREFIX = "fullshard/watchdog/{}"  # of its keys in the store of a launch, by its round
+PREFIX = "fullshard/watchdog/{}"  # of its keys in the store of a launch, by its start
 POLL_S = 0.5
 STACKS_S = 3.0  # for all ranks to publish their stacks
 REPORT_S = STACKS_S + 2.0  # from a verdict to the end of all ranks
@@ -227,7 +227,7 @@ class Watchdog:
             return False
         # The next request would read the answer of one that timed out.
         store.set_timeout(timedelta(seconds=self._timeout_s + 60.0))
-        self._channel = PrefixStore(PREFIX.format(launch.round), store)
+        self._channel = PrefixStore(PREFIX.format(launch.start), store)
         return True
 
     def _beat(self) -> None:
@@ -356,11 +356,11 @@ def describe(seen: dict[int, Position]) -> list[str]:
     return lines
 
 
-def read_positions(store: Any, round_: int, world_size: int) -> dict[int, Position]:
+def read_positions(store: Any, world_size: int) -> dict[int, Position]:
     """Last positions of the ranks of a launch, for the launcher, which serves the store."""
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-    channel = PrefixStore(PREFIX.format(round_), store)
+    channel = PrefixStore(PREFIX.format(0), store)
     return {place.rank: place for place in _published(channel, range(world_size), ())}
 
 
