@@ -48,7 +48,7 @@ def test_a_host_without_memory_is_said_on_all_ranks_at_once():
 
 
 DIES = Path(__file__).parents[1] / "support" / "shared_home_job.py"
-POINTS = [mark.name for mark in Mark if mark is not Mark.AWAY]
+POINTS = [mark.name for mark in Mark]
 
 
 @pytest.mark.short(2)
@@ -79,25 +79,6 @@ def test_a_rank_that_is_killed_at_a_barrier_is_named_and_leaves_nothing(tmp_path
     assert jobs[0].returncode == 1
     assert time.monotonic() - start < 30
     assert not segments()
-
-
-@on_ranks(2)
-def test_ranks_that_wait_for_each_other_in_two_models_are_named():
-    """One rank alone evaluates a teacher in a backward; the other finishes that backward."""
-    model, teacher = chain(), chain()
-
-    def evaluates(gradient):
-        if dist.get_rank() == 1:
-            teacher(vectors(0, 0)["x"])
-
-    def step():
-        out = model(vectors(0, 0)["x"])
-        out.register_hook(evaluates)
-        out.square().mean().backward()
-
-    text = error_of(step)
-    fellow = 1 - dist.get_rank()
-    assert f"expected rank {fellow} to come here; it waits for this rank in another mod" in text
 
 
 def segments():

@@ -20,9 +20,6 @@ A waiting rank watches its peers. It stops waiting for a peer that has ended, or
 another counter: all ranks pass the same points in one order, so a peer that is ahead elsewhere will
 never arrive. (Gathers and reductions may change places.)
 
-Each model has boards of its own. A rank that sleeps on one board says so in its lines of the others
-(AWAY): two ranks that wait for each other on two boards would wait forever, and raise an error.
-
 [Note: counters]
 One process writes a counter in shared memory and others wait for it. A waiter spins for some
 microseconds, then sleeps in the kernel (futex) until the writer changes the counter. This needs
@@ -40,9 +37,7 @@ import secrets
 import select
 import socket
 import struct
-import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -247,7 +242,6 @@ class Mark(IntEnum):
     SUMMED: small sums to which the rank has contributed its vector.
     PLACED: gathers of offloaded weights whose parts the rank has loaded.
     FETCHED: gathers that the rank has finished copying.
-    AWAY: no counter: the rank for which it waits on another board, and how often it has looked.
     """
 
     BEGUN = 0
@@ -257,7 +251,6 @@ class Mark(IntEnum):
     SUMMED = 4
     PLACED = 5
     FETCHED = 6
-    AWAY = 7
 
 
 _PHASES = {
@@ -266,9 +259,6 @@ _PHASES = {
     Mark.SUMMED: "a sum over all ranks (the end of a backward, a norm, a mean)",
 }
 LINE_BYTES = CACHE_LINE * len(Mark)
-_LOOKS = 256  # `AWAY` counts looks up to here, and then again from 0
-_BOARDS: list[weakref.ref[Board]] = []  # of this process
-_SLEEPERS: dict[int, Board] = {}  # by thread: the board on which it sleeps
 
 
 class Board:
@@ -293,8 +283,6 @@ class Board:
         cell = partial(ctypes.c_uint32.from_buffer, segment.mapping)
         starts = [index * LINE_BYTES for index in range(len(ranks))]
         self._counters = [[Counter(cell(at + CACHE_LINE * m)) for m in Mark] for at in starts]
-        self._threads = {threading.get_ident()}  # that use it
-        _BOARDS.append(weakref.ref(self, _BOARDS.remove))
 
     def __del__(self) -> None:
         for descriptor in self._parts:
@@ -313,20 +301,14 @@ class Board:
         """Wait until every other part's counter is at least `value`.
 
         Raises:
-            EngineError: A peer has ended, or is ahead or waits elsewhere.
+            EngineError: A peer has ended, or is ahead elsewhere.
             HangError: Half an hour has passed.
         """
-        thread = threading.get_ident()
-        self._threads.add(thread)
         for part in self._others:
             counter = self._counters[part][mark]
             if counter.value < value:
-                until, looks = time.monotonic() + TIMEOUT_S, dict[int, int]()
-                look = partial(self._check_peers, (mark, value), part, doing, until, looks)
-                try:
-                    counter.wait(value, look)
-                finally:
-                    _SLEEPERS.pop(thread, None)
+                until = time.monotonic() + TIMEOUT_S
+                counter.wait(value, partial(self._check_peers, (mark, value), part, doing, until))
 
     def has_all(self, mark: Mark, value: int) -> bool:
         """Whether every other part's counter is at least `value`."""
@@ -336,35 +318,7 @@ class Board:
         """The value of a counter of this part."""
         return self._counters[self.part][mark].value
 
-    def _waits_elsewhere(self, awaited: int, late: list[int], looks: dict[int, int]) -> int | None:
-        """A late part that waits on another board for this one, which waits here.
-
-        A part is away from a board if all threads that use the board sleep on others. It must have
-        looked twice since this wait began: before, it may have slept on what has arrived by now.
-        """
-        _SLEEPERS[threading.get_ident()] = self
-        boards = [board for ref in list(_BOARDS) if (board := ref()) not in (None, self)]
-        away = [b for b in boards if all(_SLEEPERS.get(it, b) is not b for it in b._threads)]
-        found = None
-        for part in late if len(away) == len(boards) else ():
-            who, number = divmod(self._counters[part][Mark.AWAY].value, _LOOKS)
-            is_for_this = who == self._ranks[self.part] + 1
-            if is_for_this and (number - looks.setdefault(part, number)) % _LOOKS >= 2:
-                found = part
-        name = self._ranks[awaited if found is None else found] + 1
-        for board in away:  # the part that is found need not look again
-            number = board.value(Mark.AWAY) + (1 if found is None else 3)
-            board.advance(Mark.AWAY, name * _LOOKS + number % _LOOKS)
-        return found
-
-    def _check_peers(
-        self,
-        goal: tuple[Mark, int],
-        awaited: int,
-        doing: str,
-        until: float,
-        looks: dict[int, int],
-    ) -> None:
+    def _check_peers(self, goal: tuple[Mark, int], awaited: int, doing: str, until: float) -> None:
         """Raise an error if an awaited part will never arrive."""
         mark, value = goal
 
@@ -385,12 +339,6 @@ class Board:
                     f"{doing}: expected rank {self._ranks[part]} to come here; it waits at "
                     f"{_PHASES[other]}, which this rank did not reach. {CURE}"
                 )
-        late = list(filter(is_late, self._others))
-        if (part := self._waits_elsewhere(awaited, late, looks)) is not None:
-            raise EngineError(
-                f"{doing}: expected rank {self._ranks[part]} to come here; it waits for this rank "
-                f"in another model. {CURE}"
-            )
         if time.monotonic() > until:
             raise HangError(
                 f"{doing}: expected rank {self._ranks[awaited]} within {TIMEOUT_S:.0f} s; it did "
