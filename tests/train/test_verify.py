@@ -1,12 +1,7 @@
 """`fullshard verify` as a command: what it shrinks, compares, prints and ends with."""
 
 import json
-import os
 import signal
-from contextlib import suppress
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -17,7 +12,7 @@ from fullshard.observe.metrics import wait_until
 from fullshard.verify import check as verify
 from fullshard.verify.compare import number_error
 from fullshard.verify.faults import Fault
-from support.processes import python
+from support.processes import is_running, python
 
 MODEL = (
     "model={config: {model_type: qwen2, vocab_size: 500, hidden_size: 96, intermediate_size: 200, "
@@ -127,26 +122,31 @@ def test_reference_imports_nothing_of_fullshard(tmp_path):
     assert len(numbers["norm"]) == 4
 
 
-def test_the_reference_ends_with_a_check_that_is_killed(tmp_path, monkeypatch):
-    (script := tmp_path / "reference.py").write_text(
+KILLED = """
+import os, signal
+from pathlib import Path
+from types import SimpleNamespace
+from fullshard.observe.metrics import wait_until
+from fullshard.verify import check
+
+def killed(*_, **__):
+    wait_until(Path("pid").is_file, 10.0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+check.REFERENCE, check.call_on_ranks = Path("reference.py").absolute(), killed
+prepared = SimpleNamespace(program=("", 1), job=SimpleNamespace(device="cpu"))
+check.run_sides(prepared, Path().absolute())
+"""
+
+
+def test_the_reference_ends_with_a_check_that_is_killed(tmp_path):
+    (tmp_path / "reference.py").write_text(
         "import os, time; from pathlib import Path\n"
         "Path(__file__).with_name('pid').write_text(str(os.getpid())); time.sleep(60)\n"
     )
-
-    def killed(*_, **__):
-        assert wait_until((tmp_path / "pid").is_file, 10.0)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    monkeypatch.setattr(verify, "REFERENCE", script)
-    monkeypatch.setattr(verify, "call_on_ranks", killed)
-    prepared: Any = SimpleNamespace(program=("", 1), job=SimpleNamespace(device="cpu"))
-    if (child := os.fork()) == 0:
-        with suppress(BaseException):
-            verify.run_sides(prepared, tmp_path)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    state = Path("/proc", (tmp_path / "pid").read_text(), "status")
-    assert wait_until(lambda: not state.exists() or "(zombie)" in state.read_text(), 5.0)
+    python("-c", KILLED, cwd=tmp_path, code=-signal.SIGKILL)
+    pid = int((tmp_path / "pid").read_text())
+    assert wait_until(lambda: not is_running(pid), 5.0)
 
 
 def test_fault_that_nobody_notices_ends_with_code_1(fullshard, monkeypatch):
