@@ -53,7 +53,7 @@ def log(tmp_path, rank):
 
 
 def test_ranks_meet_over_gloo_with_one_thread_each(run, tmp_path):
-    assert run("meet", tmp_path) == 0
+    assert run("meet_twice", tmp_path) == 0
     for rank in range(2):
         assert (tmp_path / f"sum_{rank}").read_text() == "gloo 1 3.0"
 

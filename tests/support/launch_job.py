@@ -35,6 +35,17 @@ def meet(folder):
     rendezvous.shutdown()
 
 
+def meet_twice(folder):
+    """As `meet`, after another group, whose addresses the second one must not find."""
+    import torch.distributed as dist
+
+    from fullshard.launch import rendezvous
+
+    rendezvous.init_process_group(timeout_s=60)
+    dist.destroy_process_group()
+    meet(folder)
+
+
 def meet_again(folder):
     """All-reduce after each start; one rank of either machine is killed in the first two."""
     import torch

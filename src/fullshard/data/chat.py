@@ -310,6 +310,7 @@ TEMPLATE_LIMIT_BYTES = 1 << 30
 _PROBE = "5830742961830475"  # text that templates leave as it is
 _CALLS = ("tool_calls", "function_call")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
+_THOUGHT = ("</think>", "<channel|>")  # after which many templates let the answer begin
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -444,7 +445,7 @@ def _answers(
         if before and text.startswith(before) and text.startswith(upto) and len(upto) > len(before):
             span = len(before), len(upto)
         else:  # the template renders a turn differently when another one follows
-            span = _replaced(example, index, tokenizer, text)
+            span = _replaced(example, index, tokenizer, text, upto)
         # A template may change case and leave out reasoning, but not the end of an answer.
         end = "".join(content.split()[-1:]).casefold()
         # A tool call may replace the content.
@@ -460,20 +461,25 @@ def _answers(
 
 
 def _replaced(
-    example: Example, index: int, tokenizer: PreTrainedTokenizerBase, text: str
+    example: Example, index: int, tokenizer: PreTrainedTokenizerBase, text: str, upto: str
 ) -> tuple[int, int]:
-    """Start and end of the text that changes with a message, and of what ends its turn."""
+    """Start and end of the text that changes with a message, and of what ends its turn.
+
+    Text that is not in `upto` would belong to a later message, such as the result of a call.
+    """
     messages = list(example.messages)
-    messages[index] = {"role": messages[index]["role"], "content": _PROBE}
+    rest = {k: v for k, v in messages[index].items() if k not in (*_CALLS, *_REASONING)}
+    messages[index] = {**rest, "content": _PROBE}
     try:
         probed = replace(example, messages=tuple(messages))
-        begin, _, rest = _render(tokenizer, probed).partition(_PROBE)
+        begin, _, after = _render(tokenizer, probed).partition(_PROBE)
         _, _, end = _render(tokenizer, probed, index + 1).partition(_PROBE)
     except DataError:
         return -1, -1
-    start, stop = len(begin), len(text) - len(rest)
-    is_found = start <= stop and text.startswith(begin) and text.endswith(rest)
-    return (start, stop + len(end) * rest.startswith(end)) if is_found else (-1, -1)
+    start, stop = len(begin), len(text) - len(after)
+    is_found = start <= stop and text.startswith(begin) and text.endswith(after)
+    is_found = is_found and text[start:stop] in upto
+    return (start, stop + len(end) * after.startswith(end)) if is_found else (-1, -1)
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, example: Example) -> str:
@@ -491,7 +497,7 @@ def _text(tokenizer: PreTrainedTokenizerBase, example: Example) -> str:
         if not is_used:
             raise DataError(
                 f"data.path: expected a chat template that writes '{key}', which {example.place} "
-                "has, got one that leaves it out. Set sft.chat_template_path, or remove the key."
+                "has, got one that leaves it out. Set sft.chat_template_path, or remove it."
             )
     return text
 
@@ -506,6 +512,11 @@ def _without_parts(example: Example) -> Iterator[tuple[str, Example]]:
         if any(message.get(key) for message in example.messages[first:]):
             rest = ({k: v for k, v in m.items() if k != key} for m in example.messages[first:])
             yield key, replace(example, messages=(*example.messages[:first], *rest))
+    *before, last = example.messages
+    for mark in _THOUGHT:
+        thought, _, answer = str(last["content"]).rpartition(mark)
+        if len(thought.split()) > 1:  # more than a mark: a template may write no empty thought
+            yield mark, replace(example, messages=(*before, {**last, "content": answer}))
 
 
 def _encode_spans(

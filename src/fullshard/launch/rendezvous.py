@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -55,6 +56,7 @@ ANSWER = "fullshard/start_for/{}"  # by question: the start of the rank that ask
 JOINED = "fullshard/joined/{}"  # by start: number of ranks, besides rank 0, that know its number
 WAITING_S = 10.0  # between log lines of a rank that waits for rank 0
 GOODBYE_S = 10.0  # for all ranks to read how rank 0 ended
+_GROUPS = count()  # a process may destroy its group and make another one: without old addresses
 _SERVED: list[LaunchStore] = []  # stores served by this process as rank 0 of another launcher
 TIMEOUT_MARGIN_S = 60.0  # the watchdog reports before torch's timeout ends a rank
 
@@ -92,7 +94,7 @@ def init_process_group(timeout_s: float | None = None, log_dir: Path | None = No
             store, *_ = next(rendezvous("env://", launch.rank, size, timeout=timeout))
         if launch.launcher is not Launcher.FULLSHARD:  # which sees the ranks, and serves each start
             launch = replace(launch, start=number_of_start(store, launch, timeout_s))
-        store = PrefixStore(f"fullshard/start_{launch.start}", store)
+        store = PrefixStore(f"fullshard/start_{launch.start}/group_{next(_GROUPS)}", store)
         timeout += timedelta(seconds=TIMEOUT_MARGIN_S)
         store.set_timeout(timeout)
         place: Any = {"store": store, "rank": launch.rank, "world_size": size}

@@ -222,8 +222,29 @@ def test_answers_alone_are_learned_with_marks_and_without(tokenizer):
     plain.chat_template = UNMARKED.replace("<assistant>", "<assistant> ").replace("}>", "}> ")
     assert learned_text(turns, plain) == " four</s> (now)yes</s>"  # " f" begins before the answer
     plain.chat_template = "{% for m in messages[:-1] %}{{ m.content }};{% endfor %}"
-    with pytest.raises(DataError, match="expected the answer of message 3 in the chat temp"):
+    with pytest.raises(DataError, match="expected the answer of message 1 in the chat temp"):
         learned_text(turns, plain)  # otherwise the question would be learned
+
+
+def test_the_probe_learns_neither_results_of_calls_nor_answers_without_their_reasoning():
+    plain = train_tokenizer(["two and two is four"], 300)
+    told = {"role": "tool", "name": "add", "content": "3"}
+    call = {"role": "assistant", "content": "let me", "tool_calls": [{"name": "add"}]}
+    turns = Example((CHAT[0], call, told, CHAT[1]), 0, is_completion=False, place="here")
+    result = "{% if m.tool_calls %}call{{ loop.nextitem.content if not loop.last }}{% endif %}"
+    plain.chat_template = f"{{% for m in messages %}}{result}{{{{ m.content }}}};{{% endfor %}}"
+    with pytest.raises(DataError, match="expected the answer of message 1"):
+        learned_text(turns, plain)
+    plain.chat_template = UNMARKED.replace("}}>", "}}>{{ m.name + ':' if m.role == 'tool' }}")
+    pair = Example((CHAT[0], told, CHAT[1]), 1, is_completion=True, place="here")
+    assert learned_text(pair, plain) == "3</s> (now)four</s>"
+    thought = {**CHAT[1], "content": "<think>\nhm, two\n</think> four"}
+    plain.chat_template = UNMARKED.replace("m['content']", "m['content'].split('</think>')[-1]")
+    with pytest.raises(DataError, match="expected a chat template that writes '</think>'"):
+        learned_text(Example((CHAT[0], thought), 0, is_completion=False, place="here"), plain)
+    empty = {**CHAT[1], "content": "<think>\n\n</think> four"}
+    kept = Example((CHAT[0], thought, CHAT[2], empty), 0, is_completion=False, place="here")
+    assert learned_text(kept, plain) == " four</s> (now) four</s>"
 
 
 def test_tools_and_reasoning_reach_the_template_and_the_built_in_one_refuses_them(
