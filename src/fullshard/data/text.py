@@ -233,7 +233,7 @@ def make_dataset(
         vocab_size=num_ids(tokenizer),
         baseline=_baseline(train, held_out, num_ids(tokenizer)) if how.uses_baseline else None,
         prompt=_prompt(held_out if len(held_out) else train, tokenizer),
-        notes=(*notes, *_said(sources, mixture, how)),
+        notes=(*notes, *_said(sources, mixture, how, tokenizer)),
         fingerprint=digest([VERSION, length, mixture, sums]),
         mixture=mixture,
         shuffle_buffer=buffer,
@@ -454,8 +454,14 @@ def _mixture(
 
 
 def _said(
-    sources: Sequence[Corpus], mixture: tuple[tuple[int, int], ...], data: DataConfig
+    sources: Sequence[Corpus],
+    mixture: tuple[tuple[int, int], ...],
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[str]:
+    is_text = any(source.kind is not FileKind.ARRAY for source in sources)
+    if is_text and not isinstance(tokenizer.eos_token_id, int):
+        yield "the tokenizer has no end-of-text token: nothing separates the documents"
     for source in sources:
         kind = source.kind
         if source.text_column != "text" and kind in (FileKind.TEXT, FileKind.ARRAY):
