@@ -173,6 +173,26 @@ def test_a_buffer_above_the_data_is_one_pass_with_a_share_for_every_source(
     assert sum(places for _, places in facts.mixture) == facts.shuffle_buffer > BUFFER
 
 
+def test_a_default_buffer_above_one_small_source_reads_every_sequence_once_in_a_pass(
+    tmp_path, tokenizer
+):
+    data = make_dataset(sources(tmp_path, 300), streamed(4096), tokenizer)
+    size = data.facts.num_train_sequences
+    order = order_of(data, 1, 1)
+    rows = np.concatenate([order.of_step(step).ravel() for step in range(2 * size)])
+    assert sorted(rows[:size].tolist()) == list(range(size))
+    assert sorted(rows[size:].tolist()) == list(range(size, 2 * size))
+
+
+def test_documents_that_nothing_separates_are_named_in_a_note(tmp_path, tokenizer):
+    endless = copy.deepcopy(tokenizer)
+    endless.eos_token = None
+    said = "the tokenizer has no end-of-text token: nothing separates the documents"
+    found = sources(tmp_path, 300)
+    assert said in make_dataset(found, STREAMED, endless).facts.notes
+    assert said not in make_dataset(found, STREAMED, tokenizer).facts.notes
+
+
 def test_another_tokenizer_is_other_data_though_the_first_part_has_none_of_its_tokens(
     tmp_path, tokenizer
 ):

@@ -62,7 +62,7 @@ _SYSTEM = ("system", "system_prompt")  # columns of the first message
 _WITH_INPUT = ("instruction", "query")  # columns that a column `input` continues
 _FOR_TEMPLATES = ("functions", "documents", "chat_template_kwargs")  # columns of other tools
 _PARTS = ("context", "history")  # columns of other parts of a prompt, which no format here has
-# Keys by which other tools exclude a message, or a part of it, from training.
+# Keys by which other tools exclude a message, a part of it, or a record from training.
 _WEIGHTS = ("weight", "loss", "train", "training", "train_detail", "training_detail")
 _WEIGHTS += ("loss_mask", "loss_weight")
 SHORTEST, LONGEST = 20, 160  # characters of a built-in answer: one sentence
@@ -122,6 +122,12 @@ def read_examples(spans: Iterable[Span]) -> Iterator[Example]:
                     "data.path: expected 'tools' as the only column for the chat template beside "
                     f"the texts, got '{column}' at {record}. Rename or remove it."
                 )
+        off = "label: False" if record.value.get("label") is False else _weighed(record.value)
+        if off:  # KTO's label of an answer that is not wanted
+            raise DataError(
+                f"data.path: expected records that are all trained, got {off} at {record}. Remove "
+                "the record, or rename the column if it is not for training."
+            )
         yield reader(record)
 
 
@@ -209,18 +215,20 @@ def _check_weights(messages: Iterable[Message], record: Record, column: str) -> 
     """Raises DataError if an answer is not to be trained, or another message is."""
     for number, message in enumerate(messages):
         is_answer = message["role"] == ASSISTANT
-        off = [
-            f"{key}: {message[key]}"
-            for key in _WEIGHTS
-            if (message.get(key, 1) != 1 if is_answer else message.get(key) is True)
-        ]
-        if off:
+        trained = next((f"{key}: True" for key in _WEIGHTS if message.get(key) is True), "")
+        if off := _weighed(message) if is_answer else trained:
             expected = "answers that are all trained" if is_answer else "only trained answers"
             raise DataError(
-                f"data.path: expected {expected}, got {off[0][:80]} at {record}, "
+                f"data.path: expected {expected}, got {off} at {record}, "
                 f"{column}[{number}]. Use 'prompt' and 'completion', which are lists of messages: "
                 "only the completion is trained."
             )
+
+
+def _weighed(value: Mapping[str, Any]) -> str:
+    """The first key that gives an answer or a record another weight than 1."""
+    off = (f"{key}: {value[key]}" for key in _WEIGHTS if value.get(key, 1) not in (1, None))
+    return next(off, "")[:80]
 
 
 def _said(value: object, record: Record, column: str, number: int) -> str:

@@ -75,7 +75,7 @@ logger = logging.getLogger(__name__)
 VERSION = 1  # changes when the same data gives other tokens or another order
 PROMPT_ROWS, PROMPT_TOKENS, PROMPT_CHARACTERS = 64, 32, 60
 TRAINING_BYTES = 256 << 20  # most text that a tokenizer is trained on
-SMALL_BUFFER = 4096  # sequences that are shuffled together even if they are several passes
+SMALL_BUFFER = 4096  # sequences of a mixture that are shuffled together even if it has fewer
 EMBEDDED = "the language reference in pydoc_data (ships with Python)"
 
 
@@ -218,7 +218,8 @@ def make_dataset(
         raise _too_few(None, held_out.num_dropped, length)
     train, sizes, checksums = _training_rows(sources, [own for own, _ in made], settings, tokenizer)
     # Of more than a pass, the rows of a step could lie any number of passes ahead.
-    buffer = min(how.shuffle_buffer * how.streaming, max(sum(sizes), SMALL_BUFFER))
+    least = SMALL_BUFFER if len(sources) > 1 else 0
+    buffer = min(how.shuffle_buffer * how.streaming, max(sum(sizes), least))
     mixture = _mixture(sources, sizes, buffer)
     sums = list(zip(checksums, held_out.checksums, strict=True))
     facts = DatasetFacts(
@@ -232,7 +233,7 @@ def make_dataset(
         vocab_size=num_ids(tokenizer),
         baseline=_baseline(train, held_out, num_ids(tokenizer)) if how.uses_baseline else None,
         prompt=_prompt(held_out if len(held_out) else train, tokenizer),
-        notes=(*notes, *_said(sources, mixture, how)),
+        notes=(*notes, *_said(sources, mixture, how, tokenizer)),
         fingerprint=digest([VERSION, length, mixture, sums]),
         mixture=mixture,
         shuffle_buffer=buffer,
@@ -453,8 +454,14 @@ def _mixture(
 
 
 def _said(
-    sources: Sequence[Corpus], mixture: tuple[tuple[int, int], ...], data: DataConfig
+    sources: Sequence[Corpus],
+    mixture: tuple[tuple[int, int], ...],
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[str]:
+    is_text = any(source.kind is not FileKind.ARRAY for source in sources)
+    if is_text and not isinstance(tokenizer.eos_token_id, int):
+        yield "the tokenizer has no end-of-text token: nothing separates the documents"
     for source in sources:
         kind = source.kind
         if source.text_column != "text" and kind in (FileKind.TEXT, FileKind.ARRAY):

@@ -195,6 +195,15 @@ def test_parquet_and_datasets_folders_are_read_as_jsonl_is(tmp_path):
             '{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}',
             "expected answers that are all trained, got weight: 0 at ",
         ),
+        (
+            '{"question": "q", "answer": "a", "weight": 0}',
+            "records that are all trained, got weight",
+        ),
+        ('{"prompt": "q", "completion": "a", "label": false}', "all trained, got label: False at "),
+        (
+            '{"messages": [{"role": "assistant", "content": "a"}], "train": false}',
+            "expected records that are all trained, got train: False at ",
+        ),
     ],
 )
 def test_a_wrong_record_is_named_with_its_line(tmp_path, line, said):
