@@ -494,13 +494,15 @@ class OtherMachines:
     Args:
         store: Store of the launch.
         serves: Whether this launcher serves it.
+        attempt: Number of earlier attempts, whose store may still be there.
     """
 
-    def __init__(self, store: LaunchStore, *, serves: bool) -> None:
+    def __init__(self, store: LaunchStore, *, serves: bool, attempt: int = 0) -> None:
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
         self.failure: RankFailure | None = None
         self._place, self._serves, self._open = (store.host, store.port), serves, TCPStore
+        self._may_be_old = attempt > 0 and not serves
         self._own: RankFailure | None = None
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -548,7 +550,7 @@ class OtherMachines:
                 socket.create_connection(self._place, timeout=10.0).close()
                 store = self._open(*self._place, is_master=False, timeout=timedelta(seconds=30))
                 store.add(LISTENING, 1)  # first: the store stays until we have read the end
-                if not store.check([END]):
+                if not (self._may_be_old and store.check([END])):
                     return store
                 store.add(HEARD, 1)  # the end of an attempt before this one
         return None

@@ -289,7 +289,8 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
                 store.serve()  # now, because importing torch takes seconds
             if not ranks or machines.num_machines == 1:
                 return supervisor.watch(caught)
-            others = OtherMachines(store, serves=machines.machine_rank == 0)
+            serves = machines.machine_rank == 0
+            others = OtherMachines(store, serves=serves, attempt=launch.attempt)
             supervisor.elsewhere = lambda: others.failure
             result = supervisor.watch(caught)
             others.leave(result.for_others(machines.machine_rank, launch.ranks[0]))
