@@ -183,6 +183,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.long
 def test_the_launchers_of_both_machines_name_the_rank_that_failed(launch):
     place = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     place += ["--nproc-per-node", "1"]

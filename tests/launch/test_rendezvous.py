@@ -281,11 +281,15 @@ def launchers():
 
 @pytest.mark.parametrize("first", [0, 2])
 def test_the_first_failure_of_a_machine_is_known_on_all(launchers, first):
-    _, machines = launchers
+    served, machines = launchers
     failure = RankFailure(first, "DataError", "no such file", 6, "", 1.0)
     leaving = threading.Thread(target=machines[first].leave, args=(failure,))
     leaving.start()
-    wait_until(lambda: all(one.failure for one in machines), 20, "all to know it")
+    there = rendezvous.LaunchStore(port=served.port, served_here=False)
+    late, again = (rendezvous.OtherMachines(there, serves=False, attempt=n) for n in (0, 1))
+    wait_until(lambda: all(one.failure for one in (*machines, late)), 20, "all to know it")
+    assert again.failure is None  # it waits for the next attempt's store
+    again.leave(None)
     for one in machines:
         one.leave(RankFailure(1, "RuntimeError", "connection reset", 1, "", 2.0))
     leaving.join()
