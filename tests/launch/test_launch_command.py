@@ -173,6 +173,30 @@ def test_launchers_of_two_machines_meet(launch, tmp_path, address):
     assert (tmp_path / "logs_1" / "rank_3.log").read_text() == "sum 10.0 of local rank 1\n"
 
 
+FAILS_ON_ONE = """
+import sys
+import torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    sys.exit(6)
+dist.barrier()
+"""
+
+
+@pytest.mark.long
+def test_the_launchers_of_both_machines_name_the_rank_that_failed(launch):
+    place = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    place += ["--nproc-per-node", "1"]
+    nodes = [
+        launch(FAILS_ON_ONE, *place, "--node-rank", str(node), "--log-dir", f"logs_{node}")
+        for node in (1, 0)
+    ]
+    for node in nodes:
+        _, err = node.communicate(timeout=90)
+        assert node.returncode == 6, err
+        assert "rank 1 of 2 failed (exit code 6)" in err
+
+
 ACCELERATE = """\
 compute_environment: LOCAL_MACHINE
 distributed_type: MULTI_CPU

@@ -14,9 +14,9 @@ from fullshard.config.environment import LaunchEnvironment, Launcher
 from fullshard.config.schema import LaunchConfig
 from fullshard.errors import ConfigError, HangError
 from fullshard.launch import machine, rendezvous
-from fullshard.launch.exit_codes import SAVE_SIGNALS, Stopped, handled, raise_stopped
+from fullshard.launch.exit_codes import SAVE_SIGNALS, RankFailure, Stopped, handled, raise_stopped
 from support import forked as subprocess
-from support.processes import free_port
+from support.processes import free_port, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -265,6 +265,48 @@ def test_every_start_of_all_ranks_has_a_number_of_its_own():
     with pytest.raises(HangError, match="expected 2 ranks, got 1"):
         number(0, 2, 0.2)
     assert [*found, start(2)] == [{1}, {2}, {4}]
+
+
+@pytest.fixture
+def launchers():
+    """Launchers of three machines; the first serves the store."""
+    served = rendezvous.LaunchStore()
+    served.serve()
+    there = rendezvous.LaunchStore(port=served.port, served_here=False)
+    found = [rendezvous.OtherMachines(served, serves=True)]
+    found += [rendezvous.OtherMachines(there, serves=False) for _ in range(2)]
+    wait_until(lambda: served.store.add(rendezvous.LISTENING, 0) == 3, 20, "all to listen")
+    return served, found
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_the_first_failure_of_a_machine_is_known_on_all(launchers, first):
+    served, machines = launchers
+    failure = RankFailure(first, "DataError", "no such file", 6, "", 1.0)
+    leaving = threading.Thread(target=machines[first].leave, args=(failure,))
+    leaving.start()
+    there = rendezvous.LaunchStore(port=served.port, served_here=False)
+    late, again = (rendezvous.OtherMachines(there, serves=False, attempt=n) for n in (0, 1))
+    wait_until(lambda: all(one.failure for one in (*machines, late)), 20, "all to know it")
+    assert again.failure is None  # it waits for the next attempt's store
+    again.leave(None)
+    for one in machines:
+        one.leave(RankFailure(1, "RuntimeError", "connection reset", 1, "", 2.0))
+    leaving.join()
+    assert [one.failure for one in machines] == [failure] * 3
+
+
+@pytest.mark.parametrize("how", ["ended", "killed"])
+def test_a_machine_that_ended_differs_from_one_that_was_killed(launchers, how):
+    served, machines = launchers
+    if how == "ended":
+        machines[0].leave(None)
+    served.close()
+    for one in machines[1:]:
+        one._thread.join(20)
+        said = one.failure and one.failure.message
+        assert (said is None) == (how == "ended"), said
+        assert how == "ended" or "Its launcher was killed, or the network is down" in said
 
 
 @pytest.fixture

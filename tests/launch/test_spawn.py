@@ -262,10 +262,35 @@ def test_a_launch_of_no_process_or_of_too_many_is_refused(number, tmp_path):
         launch_local_ranks(launch)
 
 
-def test_a_failed_rank_is_not_called_silent_while_the_others_end(tmp_path, monkeypatch):
-    def started(rank, *words):
-        return RankProcess(rank, subprocess.Popen(words, process_group=0), tmp_path / f"{rank}.log")
+@pytest.fixture
+def started(tmp_path):
+    """`started(rank, *words)` starts a command as a rank."""
+    return lambda rank, *words: RankProcess(
+        rank, subprocess.Popen(words, process_group=0), tmp_path / f"{rank}.log"
+    )
 
+
+@pytest.mark.parametrize("how", ["stopped", "lost its peer"])
+def test_a_failure_of_another_machine_ends_ranks_and_is_their_cause(
+    how, started, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(supervise, "PREEMPT_S", 0.2)
+    monkeypatch.setattr(supervise, "REPORT_S", 0.1)
+    rank = started(1, *(("sleep", "60") if how == "stopped" else ("false",)))
+    folder = LaunchFolder(tmp_path, tmp_path)
+    if how == "stopped":
+        rank.send(signal.SIGSTOP)
+    else:
+        RankFailure(1, "RuntimeError", "connection reset", 1, "", 1.0).write(folder.failure(1))
+    known = RankFailure(0, "DataError", "no such file", 6, "", 2.0)
+    quiet = {"timeout_s": 30.0, "on_failure": lambda: None, "positions": list}
+    supervisor = Supervisor(ranks=[rank], folder=folder, elsewhere=lambda: known, **quiet)
+    result = supervisor.watch([])
+    supervisor.end_all()
+    assert (result.exit_code, result.failure) == (6, known)
+
+
+def test_a_failed_rank_is_not_called_silent_while_the_others_end(started, tmp_path, monkeypatch):
     class Slow(Supervisor):
         def end_all(self, patience_s=0.0):
             RankFailure(1, "HangError", "rank 1 is silent", 5, "", 2.0).write(self.folder.hang)

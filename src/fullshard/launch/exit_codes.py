@@ -234,6 +234,12 @@ def _of_surroundings(error: BaseException) -> FullshardError | None:
         )
     if not _DISK_IS_FULL.search(str(error)):
         return None
+    if "</torch_" in str(error) or any("/multiprocessing/" in at.filename for at in last):
+        return WillNotFitError(
+            "/dev/shm: expected room for what data loader workers share, got none ("
+            f"{str(error).splitlines()[-1]}). Enlarge it (docker run --shm-size), or set "
+            "num_workers to 0."
+        )
     place = place or "files of the run"
     limited = "too large" in str(error)
     way_out = "Raise that limit" if limited else "Free space"

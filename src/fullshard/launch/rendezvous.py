@@ -10,7 +10,8 @@ Ranks reach the store by torch's `env://`; a rank 0 that serves it counts the ot
 uses it through its own connection.
 
 The launcher serves the store, so it outlives every rank. The port is bound before the first rank
-starts and stays bound; connections before the store is ready wait in the socket's backlog.
+starts and stays bound; connections before the store is ready wait in the socket's backlog. The
+launchers of several machines tell each other through the store how they ended (`OtherMachines`).
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ import os
 import re
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -41,7 +43,7 @@ from fullshard.config.environment import (
     read_launch_environment,
 )
 from fullshard.errors import ConfigError, HangError, printable
-from fullshard.launch.exit_codes import of_place
+from fullshard.launch.exit_codes import ExitCode, RankFailure, of_place
 from fullshard.launch.machine import check_accelerators
 from fullshard.observe.hang import watchdog
 from fullshard.observe.metrics import wait_until
@@ -57,6 +59,9 @@ JOINED = "fullshard/joined/{}"  # by start: number of ranks, besides rank 0, tha
 WAITING_S = 10.0  # between log lines of a rank that waits for rank 0
 GOODBYE_S = 10.0  # for all ranks to read how rank 0 ended
 _GROUPS = count()  # a process may destroy its group and make another one: without old addresses
+END = "fullshard/end"  # how a launch on several machines ended: its first failure, or null
+LISTENING, HEARD = "fullshard/listening", "fullshard/heard"  # counts of launchers
+LISTEN_S = 0.5
 _SERVED: list[LaunchStore] = []  # stores served by this process as rank 0 of another launcher
 TIMEOUT_MARGIN_S = 60.0  # the watchdog reports before torch's timeout ends a rank
 
@@ -477,6 +482,80 @@ class LaunchStore:
         if self._socket is not None:
             self._socket.close()
         self.store = None
+
+
+class OtherMachines:
+    """Tells the launchers of other machines how this one ended, and learns how they ended.
+
+    Ranks may not notice that another machine has failed: they may be stopped, or in C code.
+
+        each launcher   thread, twice per second:  store --> `failure` of another machine
+                        its failure --> store
+        launcher 0      its end --> store, which it serves until the others have read the end
+
+    Args:
+        store: Store of the launch.
+        serves: Whether this launcher serves it.
+        attempt: Number of earlier attempts, whose store may still be there.
+    """
+
+    def __init__(self, store: LaunchStore, *, serves: bool, attempt: int = 0) -> None:
+        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+        self.failure: RankFailure | None = None
+        self._place, self._serves, self._open = (store.host, store.port), serves, TCPStore
+        self._may_be_old = attempt > 0 and not serves
+        self._own: RankFailure | None = None
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def leave(self, failure: RankFailure | None) -> None:
+        """Publishes how the launch ended on this machine, and waits until the others have read it.
+
+        Args:
+            failure: None if all ranks of this machine have succeeded.
+        """
+        self._own = failure
+        self._left.set()
+        self._thread.join(GOODBYE_S + LISTEN_S)
+
+    def _run(self) -> None:
+        store = self._connected()
+        if store is None:
+            return
+        try:
+            while not self._left.wait(LISTEN_S) and not store.check([END]):
+                pass
+            if self._own or (self._serves and self._left.is_set()):  # the first end counts
+                store.compare_set(END, "", json.dumps(self._own and asdict(self._own)))
+            if store.check([END]) and (first := json.loads(store.get(END))):
+                self.failure = RankFailure(**first)
+            store.add(HEARD, 1)
+            if self._serves:
+                self._left.wait()
+                wait_until(lambda: store.add(HEARD, 0) >= store.add(LISTENING, 0), GOODBYE_S)
+        except RuntimeError as error:  # torch's, of its stores
+            said = (
+                "launch: expected machine 0 to publish how it ended, got a store that is gone "
+                f"({str(error).splitlines()[0]}). Its launcher was killed, or the network is down."
+            )
+            code, now = int(ExitCode.HANG), time.monotonic()
+            self.failure = RankFailure(0, "HangError", said, code, "", now)
+
+    def _connected(self) -> Store | None:
+        """The store, once it is there; None: not even when this launch has ended."""
+        is_over = False
+        while not is_over:
+            is_over = self._left.wait(LISTEN_S)
+            with contextlib.suppress(OSError, RuntimeError):
+                socket.create_connection(self._place, timeout=10.0).close()
+                store = self._open(*self._place, is_master=False, timeout=timedelta(seconds=30))
+                store.add(LISTENING, 1)  # first: the store stays until we have read the end
+                if not (self._may_be_old and store.check([END])):
+                    return store
+                store.add(HEARD, 1)  # the end of an attempt before this one
+        return None
 
 
 def _bound(host: str, port: int) -> socket.socket:

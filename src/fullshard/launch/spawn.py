@@ -54,7 +54,7 @@ from fullshard.config.schema import LaunchConfig
 from fullshard.errors import ConfigError
 from fullshard.launch.exit_codes import LaunchFolder, caught_stop_signals
 from fullshard.launch.fork_server import ForkServer
-from fullshard.launch.rendezvous import LOOPBACK, LaunchStore
+from fullshard.launch.rendezvous import LOOPBACK, LaunchStore, OtherMachines
 from fullshard.launch.supervise import LaunchResult, RankProcess, Supervisor
 from fullshard.observe.hang import watchdog
 
@@ -287,7 +287,14 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
             relay.start()
             if ranks:
                 store.serve()  # now, because importing torch takes seconds
-            return supervisor.watch(caught)
+            if not ranks or machines.num_machines == 1:
+                return supervisor.watch(caught)
+            serves = machines.machine_rank == 0
+            others = OtherMachines(store, serves=serves, attempt=launch.attempt)
+            supervisor.elsewhere = lambda: others.failure
+            result = supervisor.watch(caught)
+            others.leave(result.for_others(machines.machine_rank, launch.ranks[0]))
+            return result
 
 
 def print_failure(launch: LocalLaunch, result: LaunchResult) -> None:

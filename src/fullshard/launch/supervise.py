@@ -2,6 +2,7 @@
 
     watch --- all ended with 0 --------------------------------------> ok
       |------ one failed ---> grace period for the others' reports -.
+      |------ another machine failed ---> grace period to save -----|
       |------ time is up ---> every rank writes its stacks ---------+-> SIGTERM, SIGKILL -> cause
       `------ SIGINT, SIGTERM ---> forwarded; grace period to save -'
 
@@ -94,6 +95,14 @@ class LaunchResult:
     others: tuple[RankFailure, ...] = ()
     ended: tuple[int, ...] = ()
 
+    def for_others(self, machine: int, rank: int) -> RankFailure | None:
+        """What other machines are told: the failure, also that a signal ended the launch here."""
+        if self.failure is not None or self.exit_code == ExitCode.OK:
+            return self.failure
+        kind = "PreemptedError" if self.exit_code == ExitCode.PREEMPTED else "KeyboardInterrupt"
+        said = f"launch: expected machine {machine} to reach its end, but a signal stopped it."
+        return RankFailure(rank, kind, said, self.exit_code, "", time.monotonic())
+
 
 @dataclass(kw_only=True)
 class Supervisor:
@@ -105,6 +114,7 @@ class Supervisor:
         timeout_s: Maximum duration of the launch; None: unlimited.
         on_failure: Called once, as soon as a rank has failed.
         positions: Returns the last known position of each rank, one line per rank.
+        elsewhere: Returns the failure of another machine; None here: there is only this machine.
     """
 
     ranks: Sequence[RankProcess]
@@ -112,9 +122,11 @@ class Supervisor:
     timeout_s: float | None
     on_failure: Callable[[], None]
     positions: Callable[[], list[str]]
+    elsewhere: Callable[[], RankFailure | None] | None = None
 
     def __post_init__(self) -> None:
         self._kills = num_kills()
+        self._told_s: float | None = None  # since when another machine's failure is known
 
     def watch(self, caught: list[int]) -> LaunchResult:
         """Returns once every rank has ended."""
@@ -129,7 +141,19 @@ class Supervisor:
                 return LaunchResult(ExitCode.OK)
             if self.timeout_s is not None and time.monotonic() - started > self.timeout_s:
                 return self._hang(self.timeout_s)
+            if (failure := self._unnoticed()) is not None:
+                self.on_failure()
+                self.end_all()
+                return LaunchResult(failure.exit_code, failure)
             time.sleep(POLL_S)
+
+    def _unnoticed(self) -> RankFailure | None:
+        """Failure of another machine which our ranks have had the time to notice."""
+        failure = self.elsewhere() if self.elsewhere else None
+        if failure is None:
+            return None
+        self._told_s = self._told_s or time.monotonic()
+        return failure if time.monotonic() - self._told_s > PREEMPT_S else None
 
     def end_all(self, patience_s: float = TERMINATE_S) -> None:
         """Sends SIGTERM, then SIGKILL; returns once no process of any rank is left."""
@@ -159,6 +183,9 @@ class Supervisor:
         failed = (r for r in self.ranks if r.rank in ended or self.folder.failure(r.rank).exists())
         failures = [self._failure_of(rank) for rank in failed]
         cause = first_cause(failures)
+        if cause.is_consequence and (elsewhere := self.elsewhere):
+            wait_until(lambda: elsewhere() is not None, REPORT_S + TERMINATE_S + 1.0)
+            cause = elsewhere() or cause
         others = tuple(failure for failure in failures if failure is not cause)
         return LaunchResult(cause.exit_code, self._with_positions(cause), others, before)
 

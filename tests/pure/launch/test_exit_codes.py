@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import inspect
+import multiprocessing
 import os
 import resource
 import signal
@@ -82,6 +83,20 @@ def test_a_limit_of_processes_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_whatever_allows_no_more_bytes_is_a_disk_without_room(number):
     assert exit_code_of(as_ours(OSError(number, os.strerror(number), "a.json"))) == 3
+
+
+def test_a_full_shared_memory_is_not_called_a_full_disk():
+    at = f"{Path(multiprocessing.__file__).parent}/synchronize.py"
+    with pytest.raises(OSError, match="No space") as lock:
+        exec(compile("raise OSError(28, 'No space left on device')", at, "exec"))
+    in_worker = RuntimeError(
+        "Caught in a worker:\nfile </torch_1_2_0>: No space left on device (28)"
+    )
+    for error in (lock.value, in_worker):
+        said = str(as_ours(error))
+        assert said.startswith("/dev/shm: expected room for what data loader workers share")
+        assert "\n" not in said
+        assert exit_code_of(as_ours(error)) == 3
 
 
 @pytest.mark.parametrize(("number", "flag"), [(errno.EMFILE, "n"), (errno.EFBIG, "f")])
