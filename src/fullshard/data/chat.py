@@ -45,6 +45,7 @@ from fullshard.data.records import (
     read_records,
     text_of,
 )
+from fullshard.engine.hugging_face import start_of
 from fullshard.errors import ConfigError, DataError, untrusted
 
 if TYPE_CHECKING:
@@ -406,11 +407,8 @@ def _template(tokenizer: PreTrainedTokenizerBase, example: Example) -> str:
 def prompt_ids(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokens of an example up to its last answer, with the start tokens that are trained."""
     text = prompt_of(example, tokenizer)
-    if not example.is_plain:
-        return _ids(text, tokenizer)
-    ids = cast("list[int]", tokenizer(text)["input_ids"])
-    ends = isinstance(tokenizer.eos_token_id, int) and ids[-1:] == [tokenizer.eos_token_id]
-    return ids[:-1] if ends and len(ids) > 1 else ids  # some tokenizers end every text
+    start = start_of(tokenizer) if example.is_plain else ()
+    return [*start, *_ids(text, tokenizer)]
 
 
 def _encode_plain(example: Example, tokenizer: PreTrainedTokenizerBase, sft: SftConfig) -> Encoded:
