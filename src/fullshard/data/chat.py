@@ -66,6 +66,8 @@ _PARTS = ("context", "history")  # columns of other parts of a prompt, which no 
 # Keys by which other tools exclude a message, or a part of it, from training.
 _WEIGHTS = ("weight", "loss", "train", "training", "train_detail", "training_detail")
 _WEIGHTS += ("loss_mask", "loss_weight")
+_MASKS = ("weight", "loss_weight", "loss_mask", "sample_weight", "mask")  # columns of the same kind
+_KNOWN = ("system", "developer", "user", ASSISTANT, "tool", "function")  # roles
 SHORTEST, LONGEST = 20, 160  # characters of a built-in answer: one sentence
 SEED = 0
 _FORMS = "messages, conversations, prompt and completion, instruction and output, question, answer"
@@ -122,6 +124,12 @@ def read_examples(spans: Iterable[Span]) -> Iterator[Example]:
                 raise DataError(
                     "data.path: expected 'tools' as the only column for the chat template beside "
                     f"the texts, got '{column}' at {record}. Rename or remove it."
+                )
+        for column in _MASKS:
+            if record.value.get(column, 1) not in (None, 1):
+                raise DataError(
+                    f"data.path: expected records that all count alike, got '{column}' at {record}."
+                    " Leave the record out, or rename the column if it is not for the loss."
                 )
         yield reader(record)
 
@@ -379,12 +387,25 @@ def encode(example: Example, tokenizer: PreTrainedTokenizerBase, sft: SftConfig)
             )
         ids = _ids(text, tokenizer)
         return Encoded(ids, [True] * len(ids))
+    if not example.is_completion:
+        _check_roles(example, _template(tokenizer, example))
     prompt = example.messages[: example.num_prompt]
     has_marks = _MARKS.search(_template(tokenizer, example))
     if has_marks and not any(message["role"] == ASSISTANT for message in prompt):
         return _encode_marked(example, tokenizer)
     text = _text(tokenizer, example)
     return _encode_spans(text, list(_answers(example, tokenizer, text)), tokenizer)
+
+
+def _check_roles(example: Example, template: str) -> None:
+    """Raises DataError if a role is unknown, also to the template: its answers are not trained."""
+    for role in (str(message["role"]) for message in example.messages):
+        if role not in _KNOWN and f"'{role}'" not in template and f'"{role}"' not in template:
+            raise DataError(
+                f"data.path: expected a role among {', '.join(_KNOWN)}, or one that the chat "
+                f"template names, got '{role}' at {example.place}. Rename it "
+                f"('{ASSISTANT}' is trained), or set sft.assistant_only_loss=false."
+            )
 
 
 def prompt_of(example: Example, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -195,6 +195,8 @@ def test_parquet_and_datasets_folders_are_read_as_jsonl_is(tmp_path):
             '{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}',
             "expected answers that are all trained, got weight: 0 at ",
         ),
+        ('{"question": "q", "answer": "a", "weight": 0.5}', "count alike, got 'weight' at "),
+        ('{"question": "q", "answer": "a", "mask": [0]}', "count alike, got 'mask' at "),
     ],
 )
 def test_a_wrong_record_is_named_with_its_line(tmp_path, line, said):
@@ -224,6 +226,16 @@ def test_answers_alone_are_learned_with_marks_and_without(tokenizer):
     plain.chat_template = "{% for m in messages[:-1] %}{{ m.content }};{% endfor %}"
     with pytest.raises(DataError, match="expected the answer of message 3 in the chat temp"):
         learned_text(turns, plain)  # otherwise the question would be learned
+
+
+def test_answers_of_a_role_that_neither_we_nor_the_template_know_are_not_left_out(tokenizer):
+    turns = Example((*CHAT[:3], {**CHAT[3], "role": "ai"}), 0, is_completion=False, place="here")
+    with pytest.raises(DataError, match=r"expected a role among .* names, got 'ai' at here"):
+        learned_text(turns, tokenizer)
+    assert "yes" in learned_text(turns, tokenizer, assistant_only_loss=False)
+    own = train_tokenizer(["two and two is four"], 300)
+    own.chat_template = UNMARKED + "{% if message['role'] == 'ai' %}{% endif %}"
+    assert learned_text(turns, own) == "four</s>"
 
 
 def test_tools_and_reasoning_reach_the_template_and_the_built_in_one_refuses_them(
