@@ -28,7 +28,7 @@ import re
 import shutil
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
@@ -327,16 +327,25 @@ def cut(document: str) -> Iterator[str]:
 
 
 def text_tokens(encoder: Encoder, how: TokenSettings, shard: Shard) -> Iterator[Sequence[int]]:
-    """The tokens of a shard of text, piece by piece, with `start` and `end` of each document."""
-    edges = {True: how.start, False: how.end}
-    for batch in _batched(pieces(shard, how.text_column)):
+    """The tokens of a shard of text, piece by piece."""
+    return encode(encoder, pieces(shard, how.text_column), {True: how.start, False: how.end})
+
+
+def encode(
+    encoder: Encoder, texts: Iterable[str | bool], edges: Mapping[bool, Sequence[int]]
+) -> Iterator[Sequence[int]]:
+    """Token ids piece by piece, with those of the edges of documents (True: begins, False: ends).
+
+    About `PIECE_CHARACTERS` a core are encoded at a time, so that a large corpus never becomes
+    Python integers as a whole.
+    """
+    for batch in _batched(texts):
         found = [text for text in batch if isinstance(text, str)]
         ids = iter(encoder(found) if found else ())
         yield from (next(ids) if isinstance(text, str) else edges[text] for text in batch)
 
 
 def _batched(texts: Iterable[str | bool]) -> Iterator[list[str | bool]]:
-    """About `PIECE_CHARACTERS` a core at a time: a corpus never becomes Python integers at once."""
     batch: list[str | bool] = []
     size, most = 0, PIECE_CHARACTERS * len(os.sched_getaffinity(0))
     for text in texts:
