@@ -234,7 +234,7 @@ def test_answers_of_a_role_that_neither_we_nor_the_template_know_are_not_left_ou
         learned_text(turns, tokenizer)
     assert "yes" in learned_text(turns, tokenizer, assistant_only_loss=False)
     own = train_tokenizer(["two and two is four"], 300)
-    own.chat_template = UNMARKED + "{% if message['role'] == 'ai' %}{% endif %}"
+    own.chat_template = UNMARKED + "{% if 'ai' == messages[0]['role'] %}{% endif %}"
     assert learned_text(turns, own) == "four</s>"
 
 
