@@ -75,7 +75,7 @@ def test_more_tokens_than_positions_are_told_or_refused(caplog):
 class Begun(Letters):
     """A tokenizer that begins and ends every text."""
 
-    def __call__(self, text, *, add_special_tokens=True):
+    def __call__(self, text, *, add_special_tokens=True, **_):
         ids = super().__call__(text)["input_ids"]
         return {"input_ids": [1, *ids, 2] if add_special_tokens else ids}
 
