@@ -3,6 +3,7 @@
 import pytest
 
 from fullshard.cli.arguments import load
+from fullshard.cli.recipe import say_values
 from fullshard.recipes.distill.command import job
 
 
@@ -23,6 +24,21 @@ def test_the_own_jobs_student_is_cut_for_its_own_teacher_alone(words, cut):
     config = load(words, default=job(resolved)).config
     assert (config.distill.layers, config.distill.experts) == cut
     assert config.distill.temperature == 2.0, "the rest of the job stays"
+    assert config.teacher is not None
+
+
+def test_a_student_beside_a_cache_needs_no_teacher_of_the_own_job():
+    for words, has_teacher in (("student=b cache=c", False), ("cache=c", True)):
+        resolved = load(words.split(), default=job(None))
+        config = load(words.split(), default=job(resolved)).config
+        assert (config.teacher is not None) == has_teacher
+
+
+def test_a_built_in_job_names_the_values_that_it_sets_and_no_defaults(capsys):
+    say_values(load(["student=b"], default=job(None)))
+    said = capsys.readouterr().out
+    assert "alpha 0.7" in said
+    assert "beta" not in said
 
 
 def test_settings_of_accelerate_launch_that_reach_nothing_are_told(monkeypatch, tmp_path, capsys):

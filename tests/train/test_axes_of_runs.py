@@ -229,7 +229,7 @@ def test_a_student_of_divided_sequences_learns_as_in_one_process(runs, tmp_path,
     write_mixture(tmp_path / "base", text, sure=20)
     words = [f"teacher={tmp_path}/base", f"data.path={tmp_path}/chat.jsonl", "max_length=64"]
     words += ["master_dtype=float64", "teacher_dtype=float64", "train_batch_size=8", "max_steps=3"]
-    words += ["learning_rate=1e-2", "distill.alpha=0.7"]
+    words += ["learning_rate=1e-2", "distill.alpha=0.7", "distill.top_k=300"]
     cut = [] if is_kept else ["layers=1", "experts=2"]
     found = []
     for name, more in (("one", ["num_processes=1"]), ("two", ["num_processes=2", "context=2"])):
@@ -240,6 +240,7 @@ def test_a_student_of_divided_sequences_learns_as_in_one_process(runs, tmp_path,
         runs.fullshard("distill", *run, *cut, code=0)
         said = "distill.teacher_dtype has no effect, because distill.cache is set"
         assert (said in caplog.messages) == is_kept
+        assert any(line.startswith("distill.top_k has no effect") for line in caplog.messages)
         found.append(tmp_path / name)
     assert_same(found[1], found[0])
 

@@ -61,6 +61,26 @@ def test_the_number_of_shards_does_not_change_the_tokens(tmp_path, tokenizer, mo
     assert tokens(made) == expected
 
 
+def test_a_document_begins_with_the_tokens_that_its_tokenizer_begins_every_text_with(tmp_path):
+    from tokenizers.processors import TemplateProcessing
+
+    made, texts = train_tokenizer([seeded_text(200)], 300), ["one two", "three", "four five"]
+    bare = [made(text, add_special_tokens=False)["input_ids"] for text in texts]
+    begin, end = ("b", made.vocab["b"]), ("<|endoftext|>", 0)
+    (tmp_path / "data").mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / "data" / f"{number}.txt").write_text(text)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
+    for form, start in (("b $A <|endoftext|>", [begin[1]]), ("$A <|endoftext|>", [])):
+        made.backend_tokenizer.post_processor = TemplateProcessing(
+            single=form, special_tokens=[begin, end]
+        )
+        expected = [token for one in bare for token in (*start, *one, 0)]
+        for name in ("data", "a.jsonl"):
+            settings = DatasetSettings(1, 300, DataConfig(validation_fraction=0))
+            assert tokens(make_dataset([text_source(tmp_path / name)], settings, made)) == expected
+
+
 def test_progress_is_told_while_text_is_tokenized(tmp_path, tokenizer, monkeypatch, caplog):
     (tmp_path / "a.txt").write_text(seeded_text(500))
     for name, value in {"SHARD_BYTES": 4_000, "SAY_S": 0.0}.items():

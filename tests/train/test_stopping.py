@@ -336,6 +336,6 @@ def test_no_scale_of_fp16_mends_a_loss_that_is_infinite():
 
 def test_numbers_that_no_update_made_are_not_blamed_on_the_learning_rate():
     nan = float("nan")
-    assert "check the initial weights and model.config" in diverged("loss", nan, 1)
+    assert "check initial weights (also a teacher's) and model.config" in diverged("loss", nan, 1)
     for what, step in (("held-out loss", 1), ("loss", 2)):
         assert "Lower training.learning_rate" in diverged(what, nan, step)

@@ -123,13 +123,20 @@ def io(  # noqa: PLR0913  (one parameter an option)
         wait: see `WaitFlag`.
         out: see `OutFlag`.
     """
+    import shutil
     import tempfile
 
     from fullshard.bench import io as bench
+    from fullshard.errors import ConfigError, WillNotFitError, untrusted
 
     announce("bench io", mib * rounds / 80, out)
-    place.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="bench-io-", dir=place) as folder:
+    with untrusted("--place", "a folder to write to", ConfigError, "Choose another folder."):
+        place.mkdir(parents=True, exist_ok=True)
+        made = tempfile.TemporaryDirectory(prefix="bench-io-", dir=place)
+    with made as folder:
+        if mib > (free := shutil.disk_usage(folder).free >> 20):
+            text = f"--mib: expected at most {free}, the free MiB at '{place}', got {mib}."
+            raise WillNotFitError(f"{text} Lower --mib, or choose another --place.")
         job, command = bench.IoJob(bench.MIB * mib, rounds, folder), command_line("io")
         page = bench.run(job, ranks, command=command, timeout_s=timeout, wait=wait, say=say)
     return show(page, out)

@@ -78,14 +78,14 @@ def app_of(recipe: Command) -> typer.Typer:
         if config_file is None and split_config(words or (), config)[0] is None:
             other = recipe.about.job(resolved)  # may depend on the words
             resolved = resolved if other == job else load(words, default=other)
-        _say_values(resolved)
+        say_values(resolved)
         ended = _train_missing_model(command, resolved, flags)
         return run_recipe(command, resolved, flags) if ended is None else ended
 
     return app
 
 
-def _say_values(resolved: Resolved) -> None:
+def say_values(resolved: Resolved) -> None:
     """Print what a built-in job sets for the user's own model or data."""
     from fullshard.config.environment import read_launch_environment
     from fullshard.config.files import flatten
@@ -95,7 +95,8 @@ def _say_values(resolved: Resolved) -> None:
     if not resolved.job or not is_own or (launch and launch.rank):
         return
     values = flatten(resolved.config.to_dict())
-    ours = [key for key, at in resolved.origins.items() if at.file == resolved.job]
+    origins = resolved.origins.items()
+    ours = [key for key, at in origins if (at.file, at.written) == (resolved.job, key)]
     told = [f"{key.partition('.')[2]} {values[key]}" for key in ours if key.startswith(_LEARNING)]
     print(f"{resolved.job}: the built-in job's values hold without a CONFIG: {', '.join(told)}")
 

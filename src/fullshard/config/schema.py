@@ -195,8 +195,9 @@ class DistillConfig(Section):
     loss: DistillLoss = DistillLoss.FORWARD_KL
     """forward_kl | reverse_kl | jsd | hidden (mean square of projected hidden states)."""
 
-    temperature: Positive = 2.0
-    """Divides the logits of student and teacher; the loss is multiplied by its square."""
+    temperature: Annotated[float, Number(at_least=1e-6, below=1000)] = 2.0
+    """Divides the logits of student and teacher; the loss is multiplied by its square, which
+    multiplies the rounding of float32, too."""
 
     alpha: Annotated[float, Number(at_least=0, below=1.0000001)] = 0.5
     """Weight of the teacher's loss; cross-entropy has the remaining weight (alias kd_ratio)."""

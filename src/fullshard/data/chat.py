@@ -45,6 +45,7 @@ from fullshard.data.records import (
     read_records,
     text_of,
 )
+from fullshard.engine.hugging_face import start_of
 from fullshard.errors import ConfigError, DataError, untrusted
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ _FOR_TEMPLATES = ("functions", "documents", "chat_template_kwargs")  # columns o
 _PARTS = ("context", "history")  # columns of other parts of a prompt, which no format here has
 # Keys by which other tools exclude a message, a part of it, or a record from training.
 _WEIGHTS = ("weight", "loss", "train", "training", "train_detail", "training_detail")
-_WEIGHTS += ("loss_mask", "loss_weight")
+_WEIGHTS += ("loss_mask", "loss_weight", "sample_weight", "mask")
+_KNOWN = ("system", "developer", "user", ASSISTANT, "tool", "function")  # roles
 SHORTEST, LONGEST = 20, 160  # characters of a built-in answer: one sentence
 SEED = 0
 _FORMS = "messages, conversations, prompt and completion, instruction and output, question, answer"
@@ -387,12 +389,25 @@ def encode(example: Example, tokenizer: PreTrainedTokenizerBase, sft: SftConfig)
             )
         ids = _ids(text, tokenizer)
         return Encoded(ids, [True] * len(ids))
+    if not example.is_completion:
+        _check_roles(example, _template(tokenizer, example))
     prompt = example.messages[: example.num_prompt]
     has_marks = _MARKS.search(_template(tokenizer, example))
     if has_marks and not any(message["role"] == ASSISTANT for message in prompt):
         return _encode_marked(example, tokenizer)
     text = _text(tokenizer, example)
     return _encode_spans(text, list(_answers(example, tokenizer, text)), tokenizer)
+
+
+def _check_roles(example: Example, template: str) -> None:
+    """Raises DataError if a role is unknown, also to the template: its answers are not trained."""
+    for role in (str(message["role"]) for message in example.messages):
+        if role not in _KNOWN and f"'{role}'" not in template and f'"{role}"' not in template:
+            raise DataError(
+                f"data.path: expected a role among {', '.join(_KNOWN)}, or one that the chat "
+                f"template names, got '{role}' at {example.place}. Rename it "
+                f"('{ASSISTANT}' is trained), or set sft.assistant_only_loss=false."
+            )
 
 
 def prompt_of(example: Example, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -415,11 +430,8 @@ def _template(tokenizer: PreTrainedTokenizerBase, example: Example) -> str:
 def prompt_ids(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokens of an example up to its last answer, with the start tokens that are trained."""
     text = prompt_of(example, tokenizer)
-    if not example.is_plain:
-        return _ids(text, tokenizer)
-    ids = cast("list[int]", tokenizer(text)["input_ids"])
-    ends = isinstance(tokenizer.eos_token_id, int) and ids[-1:] == [tokenizer.eos_token_id]
-    return ids[:-1] if ends and len(ids) > 1 else ids  # some tokenizers end every text
+    start = start_of(tokenizer) if example.is_plain else ()
+    return [*start, *_ids(text, tokenizer)]
 
 
 def _encode_plain(example: Example, tokenizer: PreTrainedTokenizerBase, sft: SftConfig) -> Encoded:

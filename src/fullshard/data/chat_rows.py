@@ -306,7 +306,7 @@ def _encoded(
     }
     parts = [__version__, VERSION, learned, tokenizer.chat_template]
     key = digest([*parts, words_of(tokenizer), settings_of(tokenizer)])
-    how = TokenSettings((), "", num_ids(tokenizer) << BITS, "uint32")
+    how = TokenSettings((), (), "", num_ids(tokenizer) << BITS, "uint32")
     read = partial(chat_values, tokenizer, sft)
     return Rows([tokenize(found, cache_root() / key, how, read, num_processes=None)], 1)
 

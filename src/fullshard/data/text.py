@@ -64,7 +64,7 @@ from fullshard.data.tokenize import (
     train_tokenizer,
     words_of,
 )
-from fullshard.engine.hugging_face import num_ids, read_tokenizer
+from fullshard.engine.hugging_face import num_ids, read_tokenizer, start_of
 from fullshard.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class DatasetSettings:
     sft: SftConfig = field(default_factory=SftConfig)
 
 
-Texts = Callable[[Shard, str], Iterable[str | None]]
+Texts = Callable[[Shard, str], Iterable[str | bool]]
 SavedTokens = list[list[TokenFile]] | Sources
 _SAVED_TOKENS = TypeAdapter(dict[str, SavedTokens])
 
@@ -330,7 +330,7 @@ def _tokens(
     """Tokens of both parts of a source, from the cache or made now; of a stream, the second."""
     end = (tokenizer.eos_token_id,) if isinstance(tokenizer.eos_token_id, int) else ()
     dtype = token_dtype(vocab_size := num_ids(tokenizer))
-    how = TokenSettings(end, source.text_column, vocab_size, dtype.name)
+    how = TokenSettings(start_of(tokenizer), end, source.text_column, vocab_size, dtype.name)
     key, (train, rest) = digest([VERSION, words_of(tokenizer), asdict(how)]), parts
     folder, read = cache_root() / key, partial(text_tokens, encoder_of(tokenizer), how)
     for array in (shard.tokens for shard in (*train, *rest) if shard.tokens):
@@ -427,7 +427,8 @@ def _texts(found: Sequence[tuple[Corpus, Shard]], texts: Texts) -> Iterator[str]
     progress = Progress("read", size)
     for source, shard in found:
         with under(source.key):
-            yield from filter(None, texts(shard, source.text_column))
+            both = texts(shard, source.text_column)
+            yield from (text for text in both if isinstance(text, str))
         progress.add(shard.num_bytes)
 
 

@@ -28,7 +28,7 @@ import re
 import shutil
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
@@ -80,12 +80,14 @@ class TokenSettings:
     """How data becomes tokens.
 
     Attributes:
+        start: Tokens with which the tokenizer begins every text, as that of Llama does.
         end: The token that ends a document, if there is one.
         text_column: Column or key of the text in records.
         vocab_size: Number of tokens; ids are below it.
         dtype: Dtype of the written tokens.
     """
 
+    start: tuple[int, ...]
     end: tuple[int, ...]
     text_column: str
     vocab_size: int
@@ -291,26 +293,26 @@ def _kept(file: Path) -> TokenFile | None:
 # ---- from text to tokens -------------------------------------------------------------------------
 
 
-def pieces(shard: Shard, text_column: str) -> Iterator[str | None]:
-    """The documents of a shard in pieces; None after the last piece of each document.
+def pieces(shard: Shard, text_column: str) -> Iterator[str | bool]:
+    """The documents of a shard in pieces; True where a document begins, False where it ends.
 
     Raises:
         DataError: A record has no text; names its place.
     """
     for span in shard.spans:
         if span.kind is FileKind.TEXT:
-            text = ""
+            text, begins = "", not span.start
             for text in read_text(span):
-                yield text
+                yield from (True, text) if begins else (text,)
+                begins = False
             if text and span.stop == span.file.stat().st_size:
-                yield None
+                yield False
             continue
         for record in read_records(span, [text_column]):
             if text_column not in record.value:
                 raise no_column(text_column, list(record.value), record)
             if text := text_of(record, text_column, "data.text_column"):
-                yield from cut(text)
-                yield None
+                yield from (True, *cut(text), False)
 
 
 def cut(document: str) -> Iterator[str]:
@@ -326,29 +328,29 @@ def cut(document: str) -> Iterator[str]:
 
 def text_tokens(encoder: Encoder, how: TokenSettings, shard: Shard) -> Iterator[Sequence[int]]:
     """The tokens of a shard of text, piece by piece."""
-    return encode(encoder, pieces(shard, how.text_column), how.end)
+    return encode(encoder, pieces(shard, how.text_column), {True: how.start, False: how.end})
 
 
 def encode(
-    encoder: Encoder, texts: Iterable[str | None], end: Sequence[int]
+    encoder: Encoder, texts: Iterable[str | bool], edges: Mapping[bool, Sequence[int]]
 ) -> Iterator[Sequence[int]]:
-    """Token ids piece by piece, and `end` where a document ends (None among the pieces).
+    """Token ids piece by piece, with those of the edges of documents (True: begins, False: ends).
 
     About `PIECE_CHARACTERS` a core are encoded at a time, so that a large corpus never becomes
     Python integers as a whole.
     """
     for batch in _batched(texts):
-        found = [text for text in batch if text is not None]
+        found = [text for text in batch if isinstance(text, str)]
         ids = iter(encoder(found) if found else ())
-        yield from (end if text is None else next(ids) for text in batch)
+        yield from (next(ids) if isinstance(text, str) else edges[text] for text in batch)
 
 
-def _batched(texts: Iterable[str | None]) -> Iterator[list[str | None]]:
-    batch: list[str | None] = []
+def _batched(texts: Iterable[str | bool]) -> Iterator[list[str | bool]]:
+    batch: list[str | bool] = []
     size, most = 0, PIECE_CHARACTERS * len(os.sched_getaffinity(0))
     for text in texts:
         batch.append(text)
-        size += len(text or "")
+        size += len(text) if isinstance(text, str) else 0
         if size >= most:
             yield batch
             batch, size = [], 0

@@ -64,6 +64,13 @@ def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
 
 
+def start_of(tokenizer: Any) -> tuple[int, ...]:
+    """Tokens with which a tokenizer begins every text, as those of Llama and Gemma do."""
+    bare, whole = (tokenizer("a", add_special_tokens=add)["input_ids"] for add in (False, True))
+    places = range(len(whole) - len(bare) + 1)
+    return tuple(whole[: next((at for at in places if whole[at : at + len(bare)] == bare), 0)])
+
+
 def read_model(folder: Path, config: PretrainedConfig, **settings: Any) -> nn.Module:
     """Loads a causal language model with the weights of a local folder.
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.config.problems import show
+from fullshard.engine.hugging_face import start_of
 from fullshard.errors import ConfigError, DivergedError, printable
 from fullshard.models.config import check_model_folder, check_no_checkpoint, num_positions
 
@@ -223,16 +224,17 @@ class Sampler:
         if chat:
             said = [{"role": "user", "content": prompt}]
             prompt = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+        start = () if chat else start_of(tokenizer)  # a chat template writes its own
         ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else []
-        positions = num_positions(self.model.config) or len(ids) + 1
-        if len(ids) >= positions:
+        positions = num_positions(self.model.config) or len(start) + len(ids) + 1
+        if len(start) + len(ids) >= positions:
             text = "the model has %d positions: of the prompt's %d tokens only the last %d are used"
-            keep = max(1, positions // 2)
+            keep = max(1, positions // 2 - len(start))
             logger.warning(text, positions, len(ids), keep)
             ids = ids[-keep:]
-        start = tokenizer.bos_token_id
-        if not ids and isinstance(start, int):
-            ids = [start]
+        ids = [*start, *ids]
+        if not ids and isinstance(tokenizer.bos_token_id, int):
+            ids = [tokenizer.bos_token_id]
         if not ids:
             raise ConfigError(
                 "--prompt: expected text, got none, and the tokenizer has no beginning-of-text "

@@ -413,5 +413,5 @@ def diverged(what: str, value: float, step: int, num_skipped: int = 0) -> str:
     skipped = f" {num_skipped} such step(s) were skipped before." if num_skipped else ""
     advice = "Lower training.learning_rate, raise training.warmup_steps or set max_grad_norm"
     if step == 1 and what != "held-out loss":
-        advice = "No update preceded it: check the initial weights and model.config"
+        advice = "No update preceded it: check initial weights (also a teacher's) and model.config"
     return f"{what} of step {step}: expected a finite number, got {value}.{skipped} {advice}."

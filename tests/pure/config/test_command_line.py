@@ -147,6 +147,9 @@ def test_an_ambiguous_name_lists_what_it_may_mean(load):
             "weight_decay: expected a number >= 0, got '1e300'. The limit is 2^63",
         ),
         ("timeout=1:30", "timeout: expected a number >= 1 and < 1,000,000,000; got '1:30'"),
+        # float32 would lose the loss that is multiplied by the square of the temperature
+        ("temperature=1e-300", "temperature: expected a number >= 1e-06 and < 1,000; got '1e-300'"),
+        ("temperature=1e4", "temperature: expected a number >= 1e-06 and < 1,000; got '1e4'"),
         ("strategy=ful", "strategy: expected one of full_shard, shard_grad_op, "),
         ("auto_find_batch_size=true", "auto_find_batch_size: 'true' is not yet supported"),
         ("=5", "expected key=value, got '=5'"),

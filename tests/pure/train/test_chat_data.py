@@ -204,6 +204,8 @@ def test_parquet_and_datasets_folders_are_read_as_jsonl_is(tmp_path):
             '{"messages": [{"role": "assistant", "content": "a"}], "train": false}',
             "expected records that are all trained, got train: False at ",
         ),
+        ('{"question": "q", "answer": "a", "weight": 0.5}', "are all trained, got weight: 0.5 at "),
+        ('{"question": "q", "answer": "a", "mask": [0]}', "are all trained, got mask: [0] at "),
     ],
 )
 def test_a_wrong_record_is_named_with_its_line(tmp_path, line, said):
@@ -254,6 +256,16 @@ def test_the_probe_learns_neither_results_of_calls_nor_answers_without_their_rea
     empty = {**CHAT[1], "content": "<think>\n\n</think> four"}
     kept = Example((CHAT[0], thought, CHAT[2], empty), 0, is_completion=False, place="here")
     assert learned_text(kept, plain) == " four</s> (now) four</s>"
+
+
+def test_answers_of_a_role_that_neither_we_nor_the_template_know_are_not_left_out(tokenizer):
+    turns = Example((*CHAT[:3], {**CHAT[3], "role": "ai"}), 0, is_completion=False, place="here")
+    with pytest.raises(DataError, match=r"expected a role among .* names, got 'ai' at here"):
+        learned_text(turns, tokenizer)
+    assert "yes" in learned_text(turns, tokenizer, assistant_only_loss=False)
+    own = train_tokenizer(["two and two is four"], 300)
+    own.chat_template = UNMARKED + "{% if 'ai' == messages[0]['role'] %}{% endif %}"
+    assert learned_text(turns, own) == "four</s>"
 
 
 def test_tools_and_reasoning_reach_the_template_and_the_built_in_one_refuses_them(

@@ -72,6 +72,25 @@ def test_more_tokens_than_positions_are_told_or_refused(caplog):
                 sampler.samples(["abc"])
 
 
+class Begun(Letters):
+    """A tokenizer that begins and ends every text."""
+
+    def __call__(self, text, *, add_special_tokens=True, **_):
+        ids = super().__call__(text)["input_ids"]
+        return {"input_ids": [1, *ids, 2] if add_special_tokens else ids}
+
+
+def test_a_text_is_continued_after_the_start_tokens_of_its_tokenizer_also_if_it_is_cut(model):
+    seen = []
+    sampler = Sampler(
+        model, Begun(), SamplingSettings(1, 0), [lambda ids, scores: seen.extend(ids) or scores]
+    )
+    sampler.samples(["abc", "", "x" * (model.config.max_position_embeddings + 1)])
+    cut, text, empty = (ids.tolist() for ids in seen)
+    assert (text, empty) == ([1, *Letters()("abc")["input_ids"]], [1])
+    assert cut == [1] + [ord("x") % 64] * (model.config.max_position_embeddings // 2 - 1)
+
+
 @pytest.mark.parametrize("temperature", [0, 0.7])
 def test_weights_that_are_no_numbers_write_no_text(model, temperature):
     broken = copy.deepcopy(model)

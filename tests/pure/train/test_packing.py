@@ -110,7 +110,7 @@ def test_tokenizer_gives_back_any_text_and_keeps_to_its_size(tmp_path):
     strange = "na\u00efve \u2028 tab\t  two spaces \U0001f600 \x00"
     encoder = encoder_of(tokenizer)
     for one in (text, strange):
-        ids = [*itertools.chain(*encode(encoder, [one, None], [0]))]
+        ids = [*itertools.chain(*encode(encoder, [one, False], {False: [0]}))]
         assert ids[-1] == tokenizer.eos_token_id == 0
         assert tokenizer.decode(ids[:-1]) == one
         assert tokenizer(one, add_special_tokens=False)["input_ids"] == ids[:-1]
@@ -137,9 +137,9 @@ def test_long_documents_are_encoded_in_pieces_that_end_with_a_line(monkeypatch):
     text = seeded_text(40)
     tokenizer = train_tokenizer([text], 300)
     encoder = encoder_of(tokenizer)
-    (whole,) = encode(encoder, [text], [0])
+    (whole,) = encode(encoder, [text], {})
     monkeypatch.setattr("fullshard.data.tokenize.PIECE_CHARACTERS", 100)
-    pieces = list(encode(encoder, cut(text), [0]))
+    pieces = list(encode(encoder, cut(text), {}))
     assert len(pieces) > 20
     assert all(tokenizer.decode(piece).endswith("\n") for piece in pieces)
     assert [token for piece in pieces for token in piece] == list(whole)

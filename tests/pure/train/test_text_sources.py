@@ -41,8 +41,8 @@ def documents(path, text_column="text"):
     source, found = text_source(path, text_column=text_column), [""]
     for shard in shards(source.spans()):
         for text in pieces(shard, text_column):
-            found[-1] += text or ""
-            found += [""] if text is None else []
+            found[-1] += text if isinstance(text, str) else ""
+            found += [""] if text is False else []
     return tuple(found[:-1])
 
 

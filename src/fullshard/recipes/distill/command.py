@@ -46,14 +46,21 @@ def _check(config: RunConfig, command: Command) -> Iterator[Problem]:
 
 
 def job(resolved: Resolved | None) -> File:
-    """The job without a configuration file; its cuts apply only to its own teacher."""
+    """The job without a configuration file; its cuts apply only to its own teacher.
+
+    A student that is named beside a cache needs no teacher.
+    """
     if resolved is None:
         return read_job("distill_job.yaml", __package__)
     on_xla = resolved.config.backend is Backend.JAX
     file = read_job("distill_jax_job.yaml" if on_xla else "distill_job.yaml", __package__)
-    named = (resolved.origins.get(key) for key in ("teacher.name_or_path", "model.name_or_path"))
-    if any(origin and origin.kind is OriginKind.COMMAND_LINE for origin in named):
+    keys = ("teacher.name_or_path", "model.name_or_path", "distill.cache")
+    found = (resolved.origins.get(key) for key in keys)
+    named = [origin is not None and origin.kind is OriginKind.COMMAND_LINE for origin in found]
+    if any(named[:2]):
         file.remove(["distill.layers", "distill.experts"])
+    if named == [False, True, True]:
+        file.remove(["teacher"])
     return file
 
 

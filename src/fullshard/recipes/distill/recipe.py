@@ -245,6 +245,8 @@ def _check_data(config: RunConfig, facts: DatasetFacts) -> None:
         for key in ("teacher_dtype", "teacher_strategy"):  # `distill cache` has used them
             if getattr(settings, key) is not None:
                 logger.info("distill.%s has no effect, because distill.cache is set", key)
+    if settings.top_k != DistillConfig().top_k:
+        logger.info("distill.top_k has no effect here; `fullshard distill cache` uses it")
 
 
 def _build(

@@ -1,0 +1,16 @@
+"""`fullshard bench io` in places where it cannot write."""
+
+from pathlib import Path
+
+import pytest
+
+from fullshard.cli.bench import io
+from fullshard.errors import ConfigError, WillNotFitError
+
+
+def test_a_place_without_room_or_that_nobody_writes_is_refused_before_the_start(tmp_path):
+    with pytest.raises(ConfigError, match="--place: expected a folder to write to"):
+        io(Path("/proc"))
+    with pytest.raises(WillNotFitError, match="--mib: expected at most"):
+        io(tmp_path, mib=1 << 50)
+    assert not list(tmp_path.iterdir())
