@@ -394,7 +394,7 @@ class Aside(Block):
         def differentiate(_: torch.Tensor) -> None:
             streams.join("aside", streams.now)
             with streams.on("aside"):
-                torch.autograd.grad(kept.sum(), y)
+                torch.autograd.grad(kept, y, torch.ones_like(kept))
 
         if out.requires_grad:
             out.register_hook(differentiate)
