@@ -386,6 +386,7 @@ class Aside(Block):
     """In backward, a hook differentiates on another stream what the unit computed first."""
 
     streams: Any = None
+    held: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x.detach().requires_grad_()
@@ -394,18 +395,21 @@ class Aside(Block):
         def differentiate(_: torch.Tensor) -> None:
             streams.join("aside", streams.now)
             with streams.on("aside"):
-                torch.autograd.grad(kept, y, torch.ones_like(kept))
+                torch.autograd.grad(kept, y, torch.ones_like(kept), retain_graph=True)
 
-        if out.requires_grad:
-            out.register_hook(differentiate)
+        out.register_hook(differentiate)
+        self.held.append(kept)
         return out
 
 
 def differentiates_on_another_stream(trial, model, played):
     """A unit that was gathered ahead is first read there."""
+    Aside.streams, Aside.held = played, []
     for block in model.blocks:
-        block.__class__, block.streams = Aside, played
+        block.__class__ = Aside
     model(torch.randn(3, WIDTH)).backward()
+    played.join(played.now, "aside")
+    Aside.held.clear()
 
 
 def updates_on_other_streams(trial, model, played):
