@@ -420,8 +420,7 @@ class Saves:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, work: Callable[[], None]) -> None:
-        """Runs `work` on a thread; the next call of `wait` raises its error."""
-        self.wait()
+        """Runs `work` on a thread after `wait`; the next call of that raises its error."""
 
         def run() -> None:
             try:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard as fs
+from fullshard import saving
 from fullshard.checkpoint.read import remove, superfluous
 from support.ranks import on_ranks
 from support.scripts import error_of
@@ -241,6 +243,20 @@ def test_one_process_without_a_group_saves_and_loads(tmp_path, wait):
         model.weight.zero_()
     assert fs.load(tmp_path / "c", model) == {"note": "hello", "step": None}
     assert torch.equal(model.weight.to_local().view(4, 4), wanted.to_local().view(4, 4))
+
+
+def test_a_save_copies_nothing_while_the_one_before_it_is_written(tmp_path, monkeypatch):
+    model, write = fs.shard(nn.Linear(4, 4)), saving._write_files
+    monkeypatch.setattr(saving, "_write_files", lambda *of: (time.sleep(0.1), write(*of)))
+    for step in (1, 2):
+        with torch.no_grad():
+            model.weight.fill_(step)
+        fs.save(tmp_path, model, step=step, wait=False)
+    fs.wait()
+    for folder in tmp_path.glob("step-*"):
+        step = fs.load(folder, model)["step"]
+        assert torch.equal(model.weight.to_local(), torch.full((16,), step).view(4, 4))
+    assert len(list(tmp_path.glob("step-*"))) == 2
 
 
 @on_ranks(1)  # which has few other objects

@@ -6,6 +6,7 @@ Here the host computes as well; tests/gpu has the copies between host and device
 import contextlib
 import copy
 import os
+import time
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard as fs
+from fullshard.engine.disk import Room
 from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError, EngineError
 from support.grid import STRATEGIES, chequered
@@ -301,6 +303,31 @@ def test_steps_in_inference_mode_write_to_disk(tmp_path):
     (on_disk, _), (in_memory, _) = stepped(tmp_path), stepped(None)
     for one, other in zip(on_disk.parameters(), in_memory.parameters(), strict=True):
         assert torch.equal(one.to_local(), other.to_local())
+
+
+def test_gradients_on_disk_are_zeroed_while_nothing_is_written(tmp_path, monkeypatch):
+    """A mapping and a direct write of one file exclude each other."""
+    model, _ = stepped(tmp_path, num_steps=1)
+    under_way, seen = [], []
+    write, zero = Room.write, torch.Tensor.zero_
+
+    def slow(*args):
+        under_way.append(args)
+        time.sleep(0.05)
+        write(*args)
+        under_way.pop()
+
+    def zeroed(tensor):
+        seen.append(len(under_way))
+        return zero(tensor)
+
+    model(torch.ones(2, 12)).sum().backward()
+    for block in model.blocks:
+        block.up.weight.grad = None  # others of its unit keep theirs
+    monkeypatch.setattr(Room, "write", slow)
+    monkeypatch.setattr(torch.Tensor, "zero_", zeroed)
+    model(torch.ones(2, 12)).sum().backward()
+    assert seen == [0, 0, 0]
 
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of jax, where a test imported it

@@ -195,6 +195,24 @@ def guided_by_itself(model, x):
     return loss
 
 
+class Guided(Chain):
+    """In backward, a hook differentiates units that the forward left out and that share a slot."""
+
+    def forward(self, x):
+        x = self.first(x)
+        x = self.layers[3](self.layers[1](x))
+
+        def guide(gradient):
+            y = torch.ones(1, WIDTH, dtype=gradient.dtype, requires_grad=True)
+            with torch.enable_grad():
+                found = self.layers[2](self.layers[0](y)).square().sum()
+            return gradient * (1 + torch.autograd.grad(found, y)[0].tanh().mean())
+
+        if x.requires_grad:
+            x.register_hook(guide)
+        return self.head(x)
+
+
 @on_ranks(2)
 def test_a_slot_that_is_needed_for_two_units_at_once_is_refused_on_all_ranks():
     for build, work in ((Chain, guided_by_itself), (partial(Chain, InThreads), square)):
@@ -494,6 +512,7 @@ PROGRAMS |= {
         ),
         "gradients inside the forward": Forces,
         "gradients inside the forward of units": partial(Chain, ForcesInside),
+        "units differentiated by a hook": Guided,
         "a branch in a worker thread": Branches,
         "units that compute in a worker thread": partial(Chain, InAThread),
         "views of outputs that are written in place": partial(WritesIntoViews, Turned),

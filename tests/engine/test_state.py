@@ -324,6 +324,24 @@ def test_a_gradient_assigned_inside_unsharded_is_an_error_on_all_ranks(name):
         param.grad.mul_(2)  # the shard's
 
 
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@on_ranks(2)
+def test_gradients_set_inside_unsharded_are_those_that_are_set_outside(strategy):
+    found = []
+    for block in (nullcontext, fs.unsharded):
+        run, model, _ = sharded(strategy=strategy)
+        with fs.no_sync(model):
+            run.loss(model, 1).backward()
+        with block(model):
+            model.head.weight.grad = None  # drops what was deferred
+            if strategy == "no_shard":
+                model.scale.grad = torch.ones(model.scale.shape, dtype=model.scale.dtype)
+        run.loss(model, 0).backward()
+        fs.clip_grad_norm_(model, 0.5)
+        found.append([p.grad.to_local().clone() for p in model.parameters() if p.grad is not None])
+    assert all(map(torch.equal, *found))
+
+
 def misused_blocks():
     run, model, _ = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

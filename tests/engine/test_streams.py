@@ -382,6 +382,36 @@ def defers_and_leaves_out_a_block(trial, model, played):
     on_other_streams(trial, model, played)
 
 
+class Aside(Block):
+    """In backward, a hook differentiates on another stream what the unit computed first."""
+
+    streams: Any = None
+    held: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.detach().requires_grad_()
+        kept, out, streams = super().forward(y), super().forward(x), self.streams
+
+        def differentiate(_: torch.Tensor) -> None:
+            streams.join("aside", streams.now)
+            with streams.on("aside"):
+                torch.autograd.grad(kept, y, torch.ones_like(kept), retain_graph=True)
+
+        out.register_hook(differentiate)
+        self.held.append(kept)
+        return out
+
+
+def differentiates_on_another_stream(trial, model, played):
+    """A unit that was gathered ahead is first read there."""
+    Aside.streams, Aside.held = played, []
+    for block in model.blocks:
+        block.__class__ = Aside
+    model(torch.randn(3, WIDTH)).backward()
+    played.join(played.now, "aside")
+    Aside.held.clear()
+
+
 def updates_on_other_streams(trial, model, played):
     """The optimizer steps on another stream than the backward, and that than the forward."""
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
@@ -404,6 +434,7 @@ OTHERS = [
     Trial(FULL | {"offload": "cpu"}, do=updates_after_an_evaluation),
     Trial(FULL, do=raises_in_backward),
     Trial(FULL, do=differentiates_inside_backward),
+    Trial(FULL, do=differentiates_on_another_stream),
     Trial(FULL, do=reads_whole_tensors),
     Trial(FULL, do=updates_by_owner, stream=SIDE),
     Trial(FULL, do=learns_another_order, stream=SIDE),

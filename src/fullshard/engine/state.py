@@ -224,6 +224,7 @@ class _Whole:
         self.graded: list[str] = []  # parameters that got whole gradients inside
         self.placed: dict[int, Any] = {}  # objects that contain the shards of DTensors
         self.grads = _whole_grads(unit) if with_grads else {}
+        self.before: dict[int, Any] = {}  # `p.grad`
         for group in unit.groups:
             full = group.gather_master()
             self.buffers.append(full)
@@ -236,9 +237,10 @@ class _Whole:
                     vars(member.param)["record"] = vars(shard)["record"]
                     self.placed[id(member)] = shard
                     continue
-                if with_grads:
-                    with no_guard():
+                with no_guard():
+                    if with_grads:
                         member.param.grad = None  # its shape differs from the parameter's now
+                    self.before[id(member)] = member.param.grad
                 member.param.__class__ = nn.Parameter  # type: ignore[assignment]
                 member.param.data = member.view(full)
                 if with_grads:
@@ -258,20 +260,19 @@ class _Whole:
                     if placed.grad is not None:
                         self.graded.append(member.piece.name)
                     continue
-                held = id(member) in self.grads
-                grad = member.param.grad if held else None
-                if held:
-                    member.param.grad = None
+                held, before = id(member) in self.grads, self.before[id(member)]
                 shape = shard_shape(member.piece, whole=whole)
-                member.param.data = member.local(group.master).view(shape)
                 with no_guard():
-                    made = type(member.param.grad)
-                    if not whole and not issubclass(made, Guarded | None):
-                        member.param.grad = None
-                        self.graded.append(member.piece.name)
+                    grad, member.param.grad = member.param.grad, None
+                    member.param.data = member.local(group.master).view(shape)
+                    member.param.grad = before
                 member.param.__class__ = ShardedParameter
                 if held and (grad is not None or not writeback):
                     self._put_back(engine, member, grad if writeback else None)
+                elif not held and grad is not before:  # assigned again, which drops deferred ones
+                    fits = whole or issubclass(type(grad), Guarded | None)
+                    member.param.grad = grad if fits else None
+                    self.graded += [] if fits else [member.piece.name]
 
     def _put_back(self, engine: Engine, member: Member, grad: torch.Tensor | None) -> None:
         shown: Any = member.grad

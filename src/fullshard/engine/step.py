@@ -83,25 +83,24 @@ from fullshard.errors import EngineError, HangError, SlotError
 from fullshard.planner.events import Event, EventKind, Recorder, Sync
 from fullshard.planner.schedule import Scheduler
 
-_numbers: Callable[[], set[int]] = set  # set[int]() takes 0.3 us more
-
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Use:
     """A forward of a unit whose tensors are watched for gradients.
 
     Attributes:
+        runtime: The model's runtime; see `alive`.
         unit: Index of the unit.
         around: The use of the enclosing unit; its backward begins first.
         generation: The forward of the whole model that the use belongs to.
         first_node: Number of the first autograd node created in the forward.
         thread: The thread of the forward; autograd numbers the nodes of each thread anew.
-        task: Id of the backward that has entered the use; -1 before.
+        task: Id of the backward that has entered the use, or that it was made in; -1 before.
         retained: Whether that backward kept its graph.
         num_views: Number of tensors in its slots before it; None if it makes a graph.
-        hooked: Numbers of the nodes that call `_enter_backward`.
     """
 
+    runtime: ref[Runtime]
     unit: int
     around: Use | None
     generation: int
@@ -110,7 +109,10 @@ class Use:
     task: int = -1
     retained: bool = False
     num_views: int | None = None
-    hooked: set[int] = field(default_factory=_numbers)
+
+    def enter(self, _: Any) -> None:
+        """Begin its backward: a hook of autograd nodes."""
+        alive(self.runtime, "backward")._enter_backward(self)
 
 
 @dataclass
@@ -161,7 +163,7 @@ class Runtime:
         self.attributes: Sequence[ModuleTensors] = ()  # by unit
         self.stack: list[Use] = []  # running forwards
         self._current: list[Use | None] = [None] * len(self.units)
-        self._begin_hooks: list[Any] = [None] * len(self.units)  # on nodes of their outputs
+        self._kept: list[Use | None] = []  # the current ones before forwards inside backward
         self._node_hooks = [NodeHook() for _ in self.units]  # of outputs of their inner modules
         self._opened: set[Unit] = set()  # units that the running backward has entered
         self.cut_anew: str | None = None  # a trained parameter that a later engine cut differently
@@ -205,6 +207,9 @@ class Runtime:
             unit.wait()
             unit.versions.mark(is_open=True)
             unit.swap_in()
+            self._kept.append(self._current[index])
+            task = graph_task_id()  # which never computes what it makes
+            self._current[index] = Use(ref(self), index, None, self._generation, task=task)
             return
         if is_outermost:
             num_writes = self.gradients.home.num_writes
@@ -212,11 +217,9 @@ class Runtime:
             self.num_followed = num_writes
         else:
             self.follow_writes()
-        use = Use(index, self.stack[-1] if self.stack else None, self._generation)
-        weak = ref(self)  # see `alive`
-        begin = self._begin_hooks[index] = lambda _: alive(weak, "backward")._enter_backward(use)
+        use = Use(ref(self), index, self.stack[-1] if self.stack else None, self._generation)
         self._node_hooks[index].call(
-            lambda _: None if use.task == graph_task_id() else _enter_after_hooks(begin, use)
+            lambda _: None if use.task == graph_task_id() else _enter_after_hooks(use)
         )
         events = self.scheduler.enter_forward(index)
         try:
@@ -246,9 +249,8 @@ class Runtime:
             self._replaced[index] = self.attributes[index].change(copied, title)
             tensors, in_attributes = tensors_in(output), tensors_in(self.attributes[index].values())
         if self.is_in_backward():
-            begin = self._begin_hooks[index]
-            for node in [tensor.grad_fn for tensor in tensors if begin and tensor.grad_fn]:
-                node.register_prehook(begin)
+            self.watch(index, chain(tensors, in_attributes), is_inner=False)
+            self._current[index] = self._kept.pop()
             self.scheduler.leave_recompute(index)
             return output
         use = self._current[index]
@@ -320,7 +322,7 @@ class Runtime:
             Whether any of the tensors is part of an autograd graph.
         """
         use = self._current[index]
-        if use is None or (self._task != -1 and self.is_in_backward()):
+        if use is None or (is_inner and self._task != -1 and self.is_in_backward()):
             return False  # outside the unit, or in a recomputation
         is_found = False
         for tensor in tensors if not is_transforming() else unwrapped(tensors):
@@ -336,8 +338,7 @@ class Runtime:
                 if is_inner:
                     node._register_hook_dict(self._node_hooks[index].holder)
                 else:
-                    use.hooked.add(number)
-                    node.register_prehook(self._begin_hooks[index])
+                    node.register_prehook(use.enter)
         return is_found
 
     def _begin_step(self, index: int, *, stale: bool) -> None:
@@ -349,7 +350,6 @@ class Runtime:
             self._outer_end = ref(end)
             queue_callback(end)
         self._current = [None] * len(self.units)  # graphs alone keep uses alive from here on
-        self._begin_hooks = [None] * len(self.units)
         for hook in self._node_hooks:
             hook.call(None)
         if torch.is_grad_enabled():
@@ -554,6 +554,7 @@ class Runtime:
             self.gradients.reset(self.units)
         self.scheduler.reset()
         self.stack.clear()
+        self._kept.clear()
         self._current = [None] * len(self.units)
         self._task = self._nested = -1
         if not self.observed.done:
@@ -570,15 +571,14 @@ def _begin_last_gather(runtime: Runtime) -> None:
         disk.begin()
 
 
-def _enter_after_hooks(begin: Callable[[Any], None], use: Use) -> None:
+def _enter_after_hooks(use: Use) -> None:
     """Enter a unit's backward once the hooks of the tensor whose gradient arrived have run.
 
     They may differentiate through other units. If the backward ends at the tensor, nothing follows.
     """
-    number = (node := current_node())._sequence_nr()
-    if number not in use.hooked:
-        use.hooked.add(number)
-        node.register_prehook(begin)
+    if use not in (node := current_node()).metadata:  # of an earlier backward
+        node.metadata[use] = None
+        node.register_prehook(use.enter)
 
 
 _NOT_MADE = (Guarded, Released)  # classes of tensors that a unit's forward only passes on
