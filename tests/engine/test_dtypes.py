@@ -171,10 +171,15 @@ def test_writes_into_gradients_of_bf16_masters_count():
     assert norm == pytest.approx(1e-2, rel=1e-2)
 
 
-def test_norms_in_float32_beside_a_bf16_master():
-    model = fs.shard(perturbed(Chain(3)), master_dtype="bf16", fp32_modules="*norm*")
+def test_norms_in_float32_beside_a_bf16_master_also_for_hooks_of_the_user():
+    model, seen = perturbed(Chain(3)), set()
+    norm = model.blocks[0].norm
+    norm.register_forward_pre_hook(lambda _, args: seen.add(("input", args[0].dtype)))
+    norm.register_forward_hook(lambda _m, _a, output: seen.add(("output", output.dtype)))
+    fs.shard(model, master_dtype="bf16", fp32_modules="*norm*")
     model(torch.randn(4, 12, dtype=BF16)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+    assert seen == {("input", torch.float32), ("output", torch.float32)}
 
 
 # ---- casts that several graphs share

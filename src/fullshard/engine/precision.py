@@ -52,9 +52,13 @@ def apply_dtypes(model: nn.Module, config: ShardConfig) -> None:
     if low.itemsize < 4:
         for name in roots:
             module = model.get_submodule(name)
-            # Before other hooks, so that a hook that replaces the forward has its dtypes, too.
+            # The user's hooks see float32; a hook that replaces the output gives its own dtype.
             module.register_forward_pre_hook(_to_float32, prepend=True, with_kwargs=True)
-            module.register_forward_hook(partial(cast_output, low), prepend=True)
+            module.register_forward_hook(partial(cast_output, low))
+            hooks = module._forward_hooks
+            for key, hook in [*hooks.items()]:
+                if getattr(getattr(hook, "__self__", None), "replaces_output", False):
+                    hooks[key] = hooks.pop(key)  # now the last one
 
 
 def _cast_alike(

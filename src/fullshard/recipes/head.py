@@ -74,6 +74,8 @@ class Head:
         ConfigError: The model has no such layer, or changes logits after it.
     """
 
+    replaces_output = True  # the engine casts the layer's output before
+
     def __init__(self, model: Any) -> None:
         if (why := obstacle(model)) is not None:
             raise _changes(model, why)
