@@ -113,6 +113,26 @@ def test_twenty_steps_in_float64_are_those_of_torch(torchs, devices, name, mesh)
     assert as_planned
 
 
+def carried():
+    """Weights of a model in bfloat16, before and after they are on the devices."""
+    from fullshard.run.on_xla import state_of, torch_weights
+
+    config = decoders.config_of("qwen2")
+    shapes = fx.decoder.DecoderConfig.of(config).shapes()
+    mesh = fj.make_mesh(1, 2, devices=jax.devices()[:2])
+    plan = fx.decoder.planned(shapes, {"master_dtype": "bfloat16"}, mesh)
+    weights = decoders.build(config).bfloat16().state_dict()
+    return weights, torch_weights(state_of(plan, weights, fx.opt_state.sgd()))
+
+
+@pytest.mark.short(1)
+def test_weights_in_bfloat16_reach_the_devices_and_the_exported_model(devices):
+    weights, found = devices(carried)
+    for name, value in found.items():
+        assert torch.equal(value, weights[name]), name
+        assert value.dtype is torch.bfloat16
+
+
 @pytest.mark.short(1)
 @pytest.mark.parametrize(("name", "value"), [("JAX_PLATFORMS", "nope"), ("JAX_DISABLE_JIT", "1")])
 def test_a_setting_with_which_jax_cannot_train_is_named(name, value):

@@ -299,11 +299,18 @@ def state_of(
 
 
 def _placed(array: ArrayPlan, sharding: Any, weights: Mapping[str, torch.Tensor]) -> jax.Array:
-    tensors = [weights[name].numpy() for name in array.names()]
+    tensors = [_in_numpy(weights[name]) for name in array.names()]
     whole = np.stack(tensors) if array.block else tensors[0]
     pairs = zip(array.stored_shape, whole.shape, strict=True)
     whole = np.pad(whole, [(0, to - here) for to, here in pairs])
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
+def _in_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """The same elements; torch and numpy know bfloat16 only by its bits."""
+    if tensor.dtype is not torch.bfloat16:
+        return tensor.numpy()
+    return tensor.view(torch.int16).numpy().view(jax.numpy.bfloat16)
 
 
 def torch_weights(state: State) -> dict[str, torch.Tensor]:
@@ -313,5 +320,7 @@ def torch_weights(state: State) -> dict[str, torch.Tensor]:
         whole = np.array(whole_array(array, leaf), copy=True)
         layers = whole if array.block else [whole]
         for name, values in zip(array.names(), layers, strict=True):
-            found[name] = torch.from_numpy(values)
+            narrow = values.dtype == jax.numpy.bfloat16
+            same = torch.from_numpy(values.view(np.int16) if narrow else values)
+            found[name] = same.view(torch.bfloat16) if narrow else same
     return found

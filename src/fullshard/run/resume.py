@@ -242,6 +242,14 @@ def _readable(folder: RunFolder) -> AbstractContextManager[None]:
     return untrusted(folder.record, "the record of a run", ConfigError, _ANEW)
 
 
+def check_settings(resolved: Resolved, output_dir: Path, resume: Resume) -> None:
+    """See `check_same`, for a run that resumes in its folder, and `say_changed`."""
+    if resume.path is not None and resume.in_place:
+        check_same(resolved, output_dir, resume.path)
+    elif resume.path is not None:
+        say_changed(resolved.config, choose(ALONE, resume.path, whole=False))
+
+
 def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
     """Checks that a resumed run has a complete checkpoint, and its old settings of data and model.
 
@@ -274,6 +282,23 @@ def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
     told = [f"{key} {before.get(key)} -> {now.get(key)}" for key in changed]
     if told:
         logger.info("changed since the run started: %s", ", ".join(told))
+
+
+def say_changed(config: RunConfig, found: Found) -> None:
+    """Names settings of the model in which a new run differs from the run of its checkpoint."""
+    copy = found.files / RunFolder(found.path).config.name
+    if found.manifest is None or copy.name not in found.manifest.files:
+        return
+    with untrusted(copy, "the configuration of the run that saved the weights"):
+        before = flatten(parse_text(read_file(copy).decode(), str(copy)).values)
+    now = flatten(config.to_dict())
+    told = [
+        f"{key} {value} -> {now[key]}"
+        for key, value in before.items()
+        if is_below(key, ("model", "freeze", "lora")) and now.get(key, value) != value
+    ]
+    if told:
+        logger.info("the new run differs from that of the checkpoint: %s", ", ".join(told))
 
 
 def _values(config: RunConfig) -> dict[str, Any]:

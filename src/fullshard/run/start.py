@@ -78,8 +78,8 @@ from fullshard.run.resume import (
     check_checkpoint_dir,
     check_data,
     check_model,
-    check_same,
     check_saved,
+    check_settings,
     continues,
     find_resume,
     own_resume,
@@ -211,8 +211,7 @@ def prepare_run(
         if resume.in_place and not continues(resume, output_dir, steps.num_steps):
             resume, steps = Resume(), plan_steps(training, dataset.facts, num_batches)
         check_checkpoint_dir(checkpoint_dir, resume, output_dir)
-        if resume.in_place and resume.path is not None:
-            check_same(resolved, output_dir, resume.path)
+        check_settings(resolved, output_dir, resume)
         if resume.path is not None:
             found = choose(ALONE, resume.path, whole=False)
             resume.check_steps(found.step or 0, found.path, steps.num_steps)

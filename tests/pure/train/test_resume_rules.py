@@ -32,6 +32,7 @@ from fullshard.run.resume import (
     check_data,
     check_model,
     check_same,
+    check_settings,
     continues,
     find_resume,
     own_resume,
@@ -220,6 +221,17 @@ def test_weights_that_would_fit_another_model_or_tokenizer_are_not_taken(tmp_pat
     more = numbers_tokenizer(9)
     more.add_tokens(["<chat>"])
     check_model(Resume(tmp_path, required=True), found, same, more)
+
+
+def test_settings_that_give_the_same_weights_another_meaning_are_named(tmp_path, caplog):
+    before = ["lora.r=2", "lora.lora_alpha=8", "freeze=[lm_head.*]", "model.name_or_path=a"]
+    checkpoint(tmp_path / "step-00000003", **{"config.yaml": load_config(None, before).to_yaml()})
+    now = load_config(None, [*before, "lora.lora_alpha=16", "model.name_or_path=b", "optim=sgd"])
+    with caplog.at_level(logging.INFO):
+        check_settings(load_config(None, before), tmp_path, Resume(tmp_path))
+        check_settings(now, tmp_path, Resume(tmp_path))
+    told = "model.name_or_path a -> b, lora.lora_alpha 8.0 -> 16.0"
+    assert caplog.messages == [f"the new run differs from that of the checkpoint: {told}"]
 
 
 @pytest.mark.parametrize("kind", [Mamba2Config, DbrxConfig])
