@@ -330,6 +330,16 @@ def test_a_launch_that_is_stopped_does_not_start_again(monkeypatch, tmp_path):
     assert attempts == [0]
 
 
+@pytest.mark.parametrize("code", [75, 130])
+def test_a_launch_that_is_stopped_on_another_machine_does_not_start_again(
+    code, monkeypatch, tmp_path
+):
+    ends = [LaunchResult(code, LaunchResult(code).for_others(1, 1))]  # a second: IndexError
+    monkeypatch.setattr("fullshard.launch.spawn.launch_local_ranks", lambda order: ends.pop())
+    words = ["--max-restarts", "2", "--log-dir", str(tmp_path), "-m", "x"]
+    assert run(["launch", *words]) == code
+
+
 @pytest.mark.slow
 def test_the_main_job_runs_under_two_agents_of_torchrun(tmp_path, monkeypatch):
     """Two "nodes" on one machine; a warning of the run is said once, not by every rank."""

@@ -286,14 +286,20 @@ def test_the_first_failure_of_a_machine_is_known_on_all(launchers, first):
     leaving = threading.Thread(target=machines[first].leave, args=(failure,))
     leaving.start()
     there = rendezvous.LaunchStore(port=served.port, served_here=False)
-    late, again = (rendezvous.OtherMachines(there, serves=False, attempt=n) for n in (0, 1))
+    late = rendezvous.OtherMachines(there, serves=False)
     wait_until(lambda: all(one.failure for one in (*machines, late)), 20, "all to know it")
-    assert again.failure is None  # it waits for the next attempt's store
-    again.leave(None)
+    asked = []  # by the next attempt, which must not meet at this store
+    again = (there.host, there.port), lambda: asked.append(1)
+    waiting = threading.Thread(target=rendezvous.await_end_of_attempt, args=again)
+    waiting.start()
+    wait_until(lambda: len(asked) > 1, 20, "the next attempt to wait")
     for one in machines:
         one.leave(RankFailure(1, "RuntimeError", "connection reset", 1, "", 2.0))
     leaving.join()
     assert [one.failure for one in machines] == [failure] * 3
+    served.close()
+    waiting.join(20)
+    assert not waiting.is_alive()
 
 
 @pytest.mark.parametrize("how", ["ended", "killed"])

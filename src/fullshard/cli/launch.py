@@ -126,19 +126,25 @@ def launch(  # noqa: PLR0913  (one parameter an option)
 
 def _run(order: LocalLaunch, max_restarts: int) -> Outcome:
     """Launch, and restart after a failure up to `max_restarts` times."""
-    from fullshard.launch.exit_codes import caught_stop_signals
+    from fullshard.launch.exit_codes import ExitCode, caught_stop_signals
+    from fullshard.launch.rendezvous import await_end_of_attempt
     from fullshard.launch.spawn import launch_local_ranks, print_failure
 
+    place = order.machines.main_process_ip or "", order.machines.main_process_port or 0
+    stopped = (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)  # also by a signal on another machine
     with ExitStack() as held, caught_stop_signals() as caught:
         order = _with_own_logs(replace(order, caught=caught), held)
         while True:
             result = launch_local_ranks(order)
-            if result.failure is None or order.attempt >= max_restarts or caught:
+            ended = result.failure is None or result.exit_code in stopped or caught
+            if ended or order.attempt >= max_restarts:
                 facts = {"num_processes": order.num_processes, "log_dir": order.log_dir}
                 return launch_outcome(order, result, **facts, restarts=order.attempt)
             print_failure(order, result)
             order = replace(order, attempt=order.attempt + 1)
             print(f"restarting: {order.attempt} of {max_restarts}")
+            if order.machines.machine_rank > 0:
+                await_end_of_attempt(place, lambda: bool(caught))
 
 
 def _with_own_logs(order: LocalLaunch, held: ExitStack) -> LocalLaunch:

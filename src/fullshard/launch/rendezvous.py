@@ -62,6 +62,7 @@ _GROUPS = count()  # a process may destroy its group and make another one: witho
 END = "fullshard/end"  # how a launch on several machines ended: its first failure, or null
 LISTENING, HEARD = "fullshard/listening", "fullshard/heard"  # counts of launchers
 LISTEN_S = 0.5
+OLD_STORE_S = 60.0  # for another machine to end its ranks, which may not notice a failure
 _SERVED: list[LaunchStore] = []  # stores served by this process as rank 0 of another launcher
 TIMEOUT_MARGIN_S = 60.0  # the watchdog reports before torch's timeout ends a rank
 
@@ -484,6 +485,21 @@ class LaunchStore:
         self.store = None
 
 
+def await_end_of_attempt(place: tuple[str, int], unless: Callable[[], bool]) -> None:
+    """Waits until the store of an attempt that has failed is gone; new ranks would meet there.
+
+    Args:
+        place: Where another machine serves it.
+        unless: Whether to wait no longer.
+    """
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    with contextlib.suppress(OSError, RuntimeError):  # it is gone
+        socket.create_connection(place, timeout=10.0).close()
+        old = TCPStore(*place, is_master=False, timeout=timedelta(seconds=30))
+        wait_until(lambda: unless() or not old.check([END]), OLD_STORE_S)
+
+
 class OtherMachines:
     """Tells the launchers of other machines how this one ended, and learns how they ended.
 
@@ -496,15 +512,13 @@ class OtherMachines:
     Args:
         store: Store of the launch.
         serves: Whether this launcher serves it.
-        attempt: Number of earlier attempts, whose store may still be there.
     """
 
-    def __init__(self, store: LaunchStore, *, serves: bool, attempt: int = 0) -> None:
+    def __init__(self, store: LaunchStore, *, serves: bool) -> None:
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
         self.failure: RankFailure | None = None
         self._place, self._serves, self._open = (store.host, store.port), serves, TCPStore
-        self._may_be_old = attempt > 0 and not serves
         self._own: RankFailure | None = None
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -552,9 +566,7 @@ class OtherMachines:
                 socket.create_connection(self._place, timeout=10.0).close()
                 store = self._open(*self._place, is_master=False, timeout=timedelta(seconds=30))
                 store.add(LISTENING, 1)  # first: the store stays until we have read the end
-                if not (self._may_be_old and store.check([END])):
-                    return store
-                store.add(HEARD, 1)  # the end of an attempt before this one
+                return store
         return None
 
 

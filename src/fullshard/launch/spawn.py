@@ -290,7 +290,7 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
             if not ranks or machines.num_machines == 1:
                 return supervisor.watch(caught)
             serves = machines.machine_rank == 0
-            others = OtherMachines(store, serves=serves, attempt=launch.attempt)
+            others = OtherMachines(store, serves=serves)
             supervisor.elsewhere = lambda: others.failure
             result = supervisor.watch(caught)
             others.leave(result.for_others(machines.machine_rank, launch.ranks[0]))
