@@ -28,16 +28,16 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_665,
-    "config": 3_418,
-    "cli": 2_057,
-    "engine + transport": 8_974,
-    "planner + outlook": 4_296,
-    "data + models + recipes + run + verify": 9_314,
-    "observe + launch": 3_353,
+    "config": 3_431,
+    "cli": 2_090,
+    "engine + transport": 9_019,
+    "planner + outlook": 4_297,
+    "data + models + recipes + run + verify": 9_509,
+    "observe + launch": 3_468,
     "compat + integrations": 3_037,
-    "xla + jax + xla_state": 3_048,
-    "checkpoint + formats": 2_988,
-    "in all": 43_223,
+    "xla + jax + xla_state": 3_060,
+    "checkpoint + formats": 2_990,
+    "in all": 43_637,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

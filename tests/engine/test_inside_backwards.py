@@ -1,6 +1,8 @@
 """Forwards and writes inside a backward: hooks evaluate what one process computes."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch.distributed as dist
 
 import fullshard as fs
 from fullshard.errors import EngineError
-from support.programs import SETTINGS, Chain, batch, made, square
+from support.programs import SETTINGS, Chain, Layer, batch, made, said_of, square
 from support.ranks import on_ranks
 
 
@@ -67,3 +69,34 @@ def test_a_write_inside_a_backward_that_would_read_it_is_refused(setting):
     loss = square(model, batch(0, 0))
     with pytest.raises(EngineError, match=r"expected a backward of .* that does not write"):
         loss.backward()
+
+
+class InThreads(Layer):
+    """Autograd mixes the nodes of its layers, which have the same numbers."""
+
+    def forward(self, x):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(super().forward, x).result()
+
+
+def guided_by_itself(model, x):
+    """The model is called in the middle of its own backward."""
+
+    def guide(gradient):
+        y = x.detach().requires_grad_()
+        with torch.enable_grad():
+            return gradient + torch.autograd.grad(square(model, y), y)[0].abs().sum()
+
+    at = model.layers[2]
+    hook = at.register_forward_hook(lambda *said: said[2].register_hook(guide) and None)
+    loss = square(model, x)
+    hook.remove()
+    return loss
+
+
+@on_ranks(2)
+def test_a_slot_that_is_needed_for_two_units_at_once_is_refused_on_all_ranks():
+    for build, work in ((Chain, guided_by_itself), (partial(Chain, InThreads), square)):
+        said = said_of(build, lambda *of, work=work: work(*of).backward())
+        assert all("expected its slot to be free; it contains" in text for text in said[:2]), said
+        assert said[2:] == ["nothing", "nothing"]

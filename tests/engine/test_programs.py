@@ -172,29 +172,6 @@ class InAThread(Layer):
         return worker().submit(super().forward, x).result()
 
 
-class InThreads(Layer):
-    """Autograd mixes the nodes of its layers, which have the same numbers."""
-
-    def forward(self, x):
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(super().forward, x).result()
-
-
-def guided_by_itself(model, x):
-    """The model is called in the middle of its own backward."""
-
-    def guide(gradient):
-        y = x.detach().requires_grad_()
-        with torch.enable_grad():
-            return gradient + torch.autograd.grad(square(model, y), y)[0].abs().sum()
-
-    at = model.layers[2]
-    hook = at.register_forward_hook(lambda *said: said[2].register_hook(guide) and None)
-    loss = square(model, x)
-    hook.remove()
-    return loss
-
-
 class Guided(Chain):
     """In backward, a hook differentiates units that the forward left out and that share a slot."""
 
@@ -211,14 +188,6 @@ class Guided(Chain):
         if x.requires_grad:
             x.register_hook(guide)
         return self.head(x)
-
-
-@on_ranks(2)
-def test_a_slot_that_is_needed_for_two_units_at_once_is_refused_on_all_ranks():
-    for build, work in ((Chain, guided_by_itself), (partial(Chain, InThreads), square)):
-        said = said_of(build, lambda *of, work=work: work(*of).backward())
-        assert all("expected its slot to be free; it contains" in text for text in said[:2]), said
-        assert said[2:] == ["nothing", "nothing"]
 
 
 class Branches(Chain):
