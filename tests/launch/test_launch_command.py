@@ -157,19 +157,22 @@ def test_the_log_of_a_live_run_is_left_alone(launch, tmp_path):
     assert (own / "rank_1.log").read_text() == f"{own / 'hang.txt'}\n"
 
 
+def on_two_machines(launch, program, address, *words):
+    """The exit code and the errors of the launchers of both machines."""
+    place = ["--nnodes", "2", "--master-addr", address, "--master-port", str(free_port()), *words]
+    nodes = [
+        launch(program, *place, "--node-rank", str(node), "--log-dir", f"logs_{node}")
+        for node in (1, 0)
+    ]
+    return [(node.communicate(timeout=90)[1], node.returncode) for node in nodes]
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1", pytest.param("::1", marks=pytest.mark.long)])
 def test_launchers_of_two_machines_meet(launch, tmp_path, address):
     if ":" in address and not Path("/proc/net/if_inet6").read_text():
         pytest.skip("needs a machine with IPv6")
-    port = free_port()
-    place = ["--nnodes", "2", "--master-addr", address, "--master-port", str(port)]
-    nodes = [
-        launch(MEETS, *place, "--node-rank", str(node), "--log-dir", f"logs_{node}")
-        for node in (1, 0)
-    ]
-    for node in nodes:
-        _, err = node.communicate(timeout=90)
-        assert node.returncode == 0, err
+    for err, code in on_two_machines(launch, MEETS, address):
+        assert code == 0, err
     assert (tmp_path / "logs_1" / "rank_3.log").read_text() == "sum 10.0 of local rank 1\n"
 
 
@@ -185,15 +188,8 @@ dist.barrier()
 
 @pytest.mark.long
 def test_the_launchers_of_both_machines_name_the_rank_that_failed(launch):
-    place = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    place += ["--nproc-per-node", "1"]
-    nodes = [
-        launch(FAILS_ON_ONE, *place, "--node-rank", str(node), "--log-dir", f"logs_{node}")
-        for node in (1, 0)
-    ]
-    for node in nodes:
-        _, err = node.communicate(timeout=90)
-        assert node.returncode == 6, err
+    for err, code in on_two_machines(launch, FAILS_ON_ONE, "127.0.0.1", "--nproc-per-node", "1"):
+        assert code == 6, err
         assert "rank 1 of 2 failed (exit code 6)" in err
 
 
