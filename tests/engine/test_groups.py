@@ -25,6 +25,7 @@ from fullshard.transport.groups import (
     own_group,
     resolve_transport,
 )
+from support.processes import python
 
 DENSE, ALONE = Mesh(128, 8), Mesh(1, 1024)
 FALLING = Mesh(2, 512, tuple(reversed(range(1024))))
@@ -181,3 +182,22 @@ def test_sums_before_there_is_an_engine_are_sent_by_the_group_of_the_device(devi
     with patch.object(wrapping, "make_transport", lambda given, _: made.append(given.transport)):
         wrapping.early_transport(Mesh(1, 2), torch.device(device))
     assert made == [TransportKind(kind)]
+
+
+AT_WORK_AT_EXIT = """
+import hashlib, pathlib, threading
+from fullshard.transport._torch_compat import await_gloo_at_exit
+
+def free():
+    task = pathlib.Path(f"/proc/self/task/{threading.get_native_id()}/comm")
+    task.write_text("pt_gloo_runloop")
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 200_000)  # works without Python's lock
+    print("freed", flush=True)
+
+await_gloo_at_exit()
+threading.Thread(target=free, daemon=True).start()
+"""
+
+
+def test_a_process_ends_only_when_the_threads_of_gloo_sleep():
+    assert python("-c", AT_WORK_AT_EXIT).stdout == "freed\n"

@@ -5,8 +5,13 @@ Checked with torch 2.11, 2.13 and 2.14.
 
 from __future__ import annotations
 
+import atexit
 import importlib
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,3 +121,26 @@ def new_group_of(layout: Sequence[Sequence[int]], name: str) -> Any:
 def is_gloo(group: Any) -> bool:
     """Whether a process group uses gloo only."""
     return group is not None and dist.get_backend(group) == "gloo"
+
+
+@cache
+def await_gloo_at_exit() -> None:
+    """Let this process end only when gloo's threads have ended their work."""
+    atexit.register(_await_gloo)
+
+
+def _await_gloo(seconds: float = 2.0) -> None:
+    """Wait until gloo's threads sleep.
+
+    After a collective they free its tensors, and take Python's lock to do so. A thread that asks
+    for the lock of an interpreter that ends aborts the process ("terminate called without an
+    active exception", signal 6), although the program has done all its work.
+    """
+    end, pauses = time.monotonic() + seconds, 0
+    while pauses < 2 and time.monotonic() < end:
+        time.sleep(0.001)  # the lock is free meanwhile
+        pauses += 1
+        for task in Path("/proc/self/task").glob("*/stat"):
+            with suppress(OSError):  # the thread has ended
+                if b"(pt_gloo_runloop) R" in task.read_bytes():
+                    pauses = 0

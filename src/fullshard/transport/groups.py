@@ -22,7 +22,7 @@ from fullshard.config.schema import ShardConfig
 from fullshard.config.values import TransportKind
 from fullshard.errors import ConfigError
 from fullshard.planner.mesh import Mesh, Topology, order_of
-from fullshard.transport._torch_compat import is_gloo, new_group_of
+from fullshard.transport._torch_compat import await_gloo_at_exit, is_gloo, new_group_of
 from fullshard.transport.base import (
     TAGS_A_MODEL,
     Axes,
@@ -75,6 +75,7 @@ def own_group(purpose: str, layout: Iterable[Sequence[int]]) -> Any:
     made, key = _made(), (purpose, rows)
     if key not in made.groups:
         made.groups[key] = new_group_of(rows, f"fullshard_{next(made.layouts)}")
+        await_gloo_at_exit()
     return made.groups[key]
 
 
