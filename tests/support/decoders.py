@@ -31,6 +31,7 @@ CONFIGS = {
         "num_experts": 8,
         "moe_intermediate_size": 24,
         "attention_bias": True,
+        "pad_token_id": 3 - 96,  # torch counts from the end
         **EXPERTS,
     },
 }

@@ -329,7 +329,9 @@ def test_positions_of_parts_are_read_as_transformers_reads_them():
 
 def test_sequences_that_cannot_be_divided_are_refused():
     model = AutoModelForCausalLM.from_config(small_config())
+    both_ways = AutoModelForCausalLM.from_config(small_config(is_causal=False))
     for call, error, said in (
+        (lambda: check_context(both_ways, TWO), ConfigError, "with is_causal: false"),
         (lambda: fs.divide_sequences(model, 2), ConfigError, "context: expected a divisor of 1"),
         (lambda: fs.shard(model, context=2), ConfigError, "Call fs.divide_sequences"),
         (lambda: check_context(torch.nn.Linear(2, 2), TWO), ConfigError, "got Linear"),

@@ -3,14 +3,17 @@
 import os
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 import fullshard as fs
+from fullshard.config.schema import TrainingConfig
+from fullshard.run.optim import build_optimizer
 from support import decoders
-from support.lazy import fj, fx, jax, user_models
+from support.lazy import fj, fx, jax, jnp, optax, user_models
 from support.processes import python
 
 NUM_STEPS = 20
@@ -113,6 +116,37 @@ def test_twenty_steps_in_float64_are_those_of_torch(torchs, devices, name, mesh)
     assert as_planned
 
 
+def updated(optim):
+    """Weights after three updates by a run's optimizer, on torch and on two devices."""
+    training = TrainingConfig.of({"optim": optim, "weight_decay": 0.5, "learning_rate": 0.1})
+    start = {name: torch.linspace(-1, 2, 8, dtype=torch.float64) for name in ("weight", "a_norm")}
+    model = torch.nn.ParameterDict(start)
+    optimizer = build_optimizer(model, training)
+    decays = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    plan = fj.plan(
+        {name: value.numpy() for name, value in start.items()},
+        {"master_dtype": "float64"},
+        fj.make_mesh(1, 2, devices=jax.devices()[:2]),
+    )
+    tx = fx.opt_state.of_run(training, {name: decays[p] for name, p in model.items()})
+    state = fj.shard(plan, {name: value.numpy() for name, value in start.items()}, tx)
+    step = fj.train_step(
+        plan, lambda params, _: (jnp.sin(params["weight"] * params["a_norm"]).sum(), 1.0), tx
+    )
+    for _ in range(3):
+        state, _ = step(state, np.ones(2), learning_rate=training.learning_rate)
+        torch.sin(model["weight"] * model["a_norm"]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: (p.detach().numpy(), fj.full_params(state)[name]) for name, p in model.items()}
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd"])
+def test_the_optimizer_of_a_run_updates_as_the_one_of_torch(devices, optim):
+    for wanted, found in devices(updated, optim).values():
+        assert abs(found - wanted).max() <= 1e-12
+
+
 def carried():
     """Weights of a model in bfloat16, before and after they are on the devices."""
     from fullshard.run.on_xla import state_of, torch_weights
@@ -122,7 +156,7 @@ def carried():
     mesh = fj.make_mesh(1, 2, devices=jax.devices()[:2])
     plan = fx.decoder.planned(shapes, {"master_dtype": "bfloat16"}, mesh)
     weights = decoders.build(config).bfloat16().state_dict()
-    return weights, torch_weights(state_of(plan, weights, fx.opt_state.sgd()))
+    return weights, torch_weights(state_of(plan, weights, optax.identity()))
 
 
 @pytest.mark.short(1)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from support import decoders
-from support.lazy import fj, fx, jax, jnp
+from support.lazy import fj, fx, jax, jnp, optax
 
 LENGTH, VOCABULARY = 9, 96
 
@@ -18,7 +18,7 @@ def trained(shard, tied, chunk_size):
     plan = fj.plan(decoder.shapes(), {"master_dtype": "float64"}, mesh, blocks=fx.decoder.BLOCKS)
     numbers = np.random.default_rng(0)
     weights = jax.tree.map(lambda s: numbers.normal(0, 0.1, s.shape), decoder.shapes())
-    tx = fx.opt_state.sgd()
+    tx = optax.inject_hyperparams(optax.sgd)(0.5)
     state = fj.init(plan, lambda _: weights, tx)
     ids = numbers.integers(0, VOCABULARY, (6, LENGTH))
     labels = np.where(numbers.random(ids.shape) < 0.3, -100, ids)
@@ -54,7 +54,7 @@ def temporary():
         fj.make_mesh(1, 2, devices=jax.devices()[:2]),
         blocks=fx.decoder.BLOCKS,
     )
-    tx = fx.opt_state.sgd()
+    tx = optax.inject_hyperparams(optax.sgd)(0.5)
     ids = jax.ShapeDtypeStruct((4, 65), jnp.int32, sharding=plan.batch_sharding())
     sizes = {}
     for chunk_size in (0, 16):

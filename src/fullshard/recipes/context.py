@@ -58,6 +58,7 @@ def check_context(model: Any, sharding: ShardConfig, length: int | None = None) 
     text = settings.get_text_config()
     kinds = {*(getattr(text, "layer_types", None) or ["full_attention"])} - {"full_attention"}
     others = sorted(kinds) + ["sliding_window"] * bool(getattr(text, "sliding_window", None))
+    others += ["is_causal: false"] * (not getattr(text, "is_causal", True))
     rope = getattr(text, "rope_parameters", None) or {}
     tables = [table for table in (rope, *rope.values()) if isinstance(table, dict)]
     by_length = {"dynamic", "longrope"} & {table.get("rope_type") for table in tables}

@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from optax import GradientTransformation
 
 from fullshard.config.environment import read_launch_environment
-from fullshard.config.values import DType, Optimizer
+from fullshard.config.values import DType
 from fullshard.errors import DivergedError
 from fullshard.launch import rendezvous
 from fullshard.models.build import (
@@ -235,12 +235,9 @@ class XlaSide(Side):
             {**group, "params": [names[id(param)] for param in group["params"]]}
             for group in build_optimizer(shell, training).param_groups
         ]
-        if training.optim is Optimizer.SGD:
-            return groups, opt_state.sgd()
         decays = {name: group["weight_decay"] for group in groups for name in group["params"]}
         decay = trained(placed, placed.map(lambda array: decays.get(array.names()[0], 0.0)))
-        betas = (training.adam_beta1, training.adam_beta2)
-        return groups, opt_state.adamw(betas, training.adam_epsilon, decay)
+        return groups, opt_state.of_run(training, decay)
 
     def _initial(self, tx: GradientTransformation) -> State:
         """Weights from a folder, where each process reads its devices' bytes; or random ones.

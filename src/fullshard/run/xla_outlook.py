@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from fullshard.config.schema import RunConfig
 from fullshard.config.training import TrainingConfig
-from fullshard.config.values import DType, Optimizer, Recompute, RecomputeKind
+from fullshard.config.values import DType, Recompute, RecomputeKind
 from fullshard.outlook.memory import StepShape, at_peak
 from fullshard.outlook.predict import Lack, Machine
 from fullshard.planner.arrays import ArraysPlan
@@ -164,15 +164,11 @@ def compiled_step(
     decoder = DecoderConfig.of(model_config)
     placed = planned(decoder.shapes(), sharding, mesh, config.freeze)
     num_micro_batches = training.gradient_accumulation_steps
-    tx = opt_state.sgd()
-    if training.optim is not Optimizer.SGD:
-        decay = trained(placed, placed.map(lambda _: training.weight_decay))
-        betas = (training.adam_beta1, training.adam_beta2)
-        tx = opt_state.adamw(betas, training.adam_epsilon, decay)
+    decay = trained(placed, placed.map(lambda _: training.weight_decay))
     found = compile_step(
         placed,
         next_token(Decoder(decoder, placed), training.loss_chunk_size),
-        tx,
+        opt_state.of_run(training, decay),
         _batch(training, num_batches, placed.batch_sharding(num_micro_batches)),
         max_grad_norm=training.max_grad_norm or None,
         num_micro_batches=num_micro_batches,

@@ -39,6 +39,7 @@ BLOCKS = ("model.layers",)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 IGNORED = -100  # the ignored label
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+_BIASED = ("llama", "qwen3", "qwen3_moe")  # the others do not read `attention_bias`
 _SAME = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "rms_norm_eps"),
     *("num_attention_heads", "num_key_value_heads"),
@@ -95,6 +96,7 @@ class DecoderConfig:
         expect("model_type", kind, MODEL_TYPES)
         expect("hidden_act", config.hidden_act, ("silu",))
         expect("attention_dropout", config.attention_dropout, (0.0,))
+        expect("is_causal", getattr(config, "is_causal", True), (True,))
         rope = dict(config.rope_parameters)
         expect("rope_parameters.rope_type", rope.get("rope_type", "default"), ROPE_TYPES)
         layers = getattr(config, "layer_types", None) or ()
@@ -102,18 +104,19 @@ class DecoderConfig:
             expect("layer_types", layer, ("full_attention",))
         if not layers and kind in ("mixtral", "qwen3_moe"):
             expect("sliding_window", config.sliding_window, (None,))
-        bias = bool(getattr(config, "attention_bias", False))
+        bias = kind in _BIASED and bool(getattr(config, "attention_bias", False))
+        pad = getattr(config, "pad_token_id", None)  # older configurations have -1: the last one
         return cls(
             **{name: getattr(config, name) for name in _SAME} | _of_experts(config, expect),
             head_dim=getattr(config, "head_dim", None)
             or config.hidden_size // config.num_attention_heads,
             tie_word_embeddings=bool(config.tie_word_embeddings),
             qkv_bias=bias or kind == "qwen2",
-            o_bias=bias and kind != "qwen2",
-            mlp_bias=bool(getattr(config, "mlp_bias", False)),
+            o_bias=bias,
+            mlp_bias=kind == "llama" and bool(getattr(config, "mlp_bias", False)),
             qk_norm=kind in ("qwen3", "qwen3_moe"),
             rope=rope,
-            pad_token_id=getattr(config, "pad_token_id", None),
+            pad_token_id=None if pad is None else pad % config.vocab_size,
         )
 
     def check_axes(self, sharding: ShardConfig, key: str = "", *, alone: bool = True) -> None:

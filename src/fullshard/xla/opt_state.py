@@ -17,6 +17,8 @@ import jax
 import optax
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from fullshard.config.schema import TrainingConfig
+from fullshard.config.values import Optimizer
 from fullshard.errors import ConfigError
 from fullshard.planner.arrays import ArrayPlan
 from fullshard.xla.plan import Tree, XlaPlan, own_shape, pad, path_name, unpad
@@ -218,31 +220,33 @@ def _check_read(update: Callable[[Any], Any], extra: dict[str, jax.Array]) -> No
             )
 
 
+def of_run(training: TrainingConfig, weight_decay: Tree) -> optax.GradientTransformationExtraArgs:
+    """The optimizer of a run, as `build_optimizer` makes it of torch: AdamW, or plain SGD.
+
+    Its update receives `learning_rate`.
+
+    Args:
+        training: Kind of the optimizer and its numbers.
+        weight_decay: One coefficient per parameter.
+    """
+    if training.optim is Optimizer.SGD:
+        return _rated(optax.identity(), weight_decay)
+    return adamw((training.adam_beta1, training.adam_beta2), training.adam_epsilon, weight_decay)
+
+
 def adamw(
     betas: tuple[float, float], epsilon: float, weight_decay: Tree
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW with decoupled weight decay; its update receives `learning_rate`.
-
-    Args:
-        betas: Decay rates of the moments.
-        epsilon: Added outside the square root.
-        weight_decay: One coefficient per parameter.
-    """
+    """AdamW with decoupled weight decay; arguments as for `of_run`."""
     return _rated(optax.scale_by_adam(*betas, epsilon), weight_decay)
 
 
-def sgd() -> optax.GradientTransformationExtraArgs:
-    """Plain gradient descent; its update receives `learning_rate`."""
-    return _rated(optax.identity())
-
-
 def _rated(
-    inner: optax.GradientTransformation, weight_decay: Tree = None
+    inner: optax.GradientTransformation, weight_decay: Tree
 ) -> optax.GradientTransformationExtraArgs:
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         updates, state = inner.update(updates, state, params)
-        if weight_decay is not None:
-            updates = jax.tree.map(lambda u, p, d: u + d * p, updates, params, weight_decay)
+        updates = jax.tree.map(lambda u, p, d: u + d * p, updates, params, weight_decay)
         rate = extra["learning_rate"]
         return jax.tree.map(lambda u: -rate.astype(u.dtype) * u, updates), state
 
