@@ -168,8 +168,8 @@ def refusal(name: str, like: Any, rule: Rule = Rule.REFUSED) -> ShardedTensorErr
         return ShardedTensorError(
             f"{name}: expected tensors with autograd history; got {what} outside of a forward. "
             "Compute losses of parameters inside their unit's forward, call backward(), read "
-            "p.grad. For a penalty (L2, EWC) add its gradient after backward: "
-            "p.grad.add_(p.detach(), alpha=2 * weight)."
+            "p.grad. Instead of backward(inputs=...), freeze the other parameters. For a penalty "
+            "(L2, EWC) add its gradient after backward: p.grad.add_(p.detach(), alpha=2 * weight)."
         )
     if rule is Rule.RANDOM:
         return ShardedTensorError(

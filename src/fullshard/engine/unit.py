@@ -214,10 +214,9 @@ class Group:
         """
         if self.is_trained_as_before():
             return
-        for member in self.members:
+        changed = [m for m in self.members if m.compute.requires_grad is not m.param.requires_grad]
+        for member in changed:
             wanted = member.param.requires_grad
-            if member.compute.requires_grad is wanted:
-                continue
             if wanted and not self.plan.trainable:
                 raise EngineError(
                     f"{member.piece.name}: expected requires_grad=False as when it was sharded; "
@@ -503,9 +502,11 @@ class Unit:
             EngineError: A module has another object, which the forward would not use.
         """
         if self.swapped == 0:
+            with no_guard():  # a forward may freeze units that it enters later
+                for group in self.groups:
+                    group.follow_freezing()
             for table, name, param, _ in self.entries:
-                found = table.get(name)
-                if found is not param:
+                if (found := table.get(name)) is not param:
                     if getattr(found, "__dict__", None) is vars(param):  # see `swap_in`
                         raise EngineError(
                             f"{param.record.piece.name}: expected a backward over graphs of one "
