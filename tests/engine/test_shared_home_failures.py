@@ -1,6 +1,7 @@
 """Ranks that map one copy of the weights, when something fails: memory, a peer, the sandbox."""
 
 import errno
+import faulthandler
 import gc
 import os
 import signal
@@ -27,8 +28,8 @@ from support.ranks import on_ranks
 from support.scripts import error_of
 
 
-def chain():
-    return fs.shard(perturbed(Chain(3).double()), transport="shared", poison=True)
+def chain(transport="shared"):
+    return fs.shard(perturbed(Chain(3).double()), transport=transport, poison=True)
 
 
 AVAILABLE = host_memory.available_bytes
@@ -114,37 +115,66 @@ def test_descriptors_and_addresses_go_away_with_the_model():
     assert held() == before
 
 
+def losses_of(transport, before_steps):
+    """The losses of three steps, and what `before_steps` returns for the model."""
+    torch.manual_seed(0)
+    model, losses = chain(transport), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = before_steps(model)
+    for step in range(3):
+        loss = model(vectors(step, dist.get_rank())["x"]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, found
+
+
+@pytest.mark.parametrize("transport", ["shared", "direct", "c10d"])
 @on_ranks(2)
-def test_forked_children_do_no_harm():
+def test_forked_children_do_no_harm(transport):
     """A forked child, as a data loader's worker is, that outlives the steps beside it.
 
-    It can write no weights, whose memory is that of all ranks, and begin no forward.
+    Its calls that announce writes or send messages raise errors, and it cannot reach the memory of
+    all ranks. Memory of this rank alone was copied.
     """
-    torch.manual_seed(0)
-    model, losses = chain(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     told, end = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12's, of threads and fork
-        child = os.fork()
-    if child == 0:
-        calls = (model.stem.weight.zero_, lambda: model(vectors(0, 0)["x"]))
+    is_shared = transport == "shared"
+    children = []
+
+    def use(model):
+        if os.fork() == 0:
+            faulthandler.disable()
+            for p in model.parameters():
+                p.to_local().zero_()
+            os._exit(0)
+        last = model.stem.weight.zero_ if is_shared else lambda: fs.global_norm(model.parameters())
+        calls = (lambda: model(vectors(0, 0)["x"]), lambda: fs.full_state_dict(model), last)
         with torch.no_grad():
-            os.write(end, str(["forked process" in error_of(call) for call in calls]).encode())
+            found = {"forked process" in error_of(call) for call in calls}
+        os.write(end, str([found, os.wait()[1]]).encode())
         time.sleep(60)
-        os._exit(0)
+
+    def fork(model):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12's, of threads, fork
+            children.append(os.fork())
+            if children[0] == 0:
+                try:
+                    use(model)
+                finally:
+                    os._exit(1)
+        os.close(end)
+        return os.read(told, 100).decode()
+
+    undisturbed, _ = losses_of(transport, lambda _: None)
     try:
-        for step in range(3):
-            loss = model(vectors(step, dist.get_rank())["x"]).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        assert os.read(told, 100) == b"[True, True]"
+        losses, found = losses_of(transport, fork)
     finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    assert losses[2] < losses[0]
+        os.kill(children[0], signal.SIGKILL)
+        os.waitpid(children[0], 0)
+    assert found == str([{True}, int(signal.SIGSEGV) if is_shared else 0])
+    assert losses == undisturbed
 
 
 def without_pidfd():

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from fullshard.launch.exit_codes import SAVE_SIGNALS, handled
 from support.processes import assert_all_end, read_pids, wait_until
 
 
@@ -144,3 +145,20 @@ def test_rank_zero_sees_a_terminal_of_our_size_and_its_log_stays_plain(launch, t
     os.close(ours)
     assert shown.startswith(b"terminal True 123\r\n\x1b[32mstep 1\x1b[0m\rstep 2\r\x1b[2Kstep 3")
     assert (tmp_path / "logs" / "rank_0.log").read_text() == "terminal True 123\nstep 3\n"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_child_ends_at_a_signal_that_its_parent_catches():
+    told, end = os.pipe()
+    with handled(SAVE_SIGNALS, lambda *_: None):
+        if (child := os.fork()) == 0:
+            try:
+                os.write(end, b"1")
+                time.sleep(20)
+            finally:
+                os._exit(0)
+        os.read(told, 1)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitpid(child, 0)[1] == signal.SIGTERM
+    os.close(told)
+    os.close(end)

@@ -20,7 +20,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
-from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, TextIO
@@ -51,7 +50,8 @@ def handled(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[Non
     """Installs a handler inside the block and restores the previous handlers after it.
 
     Does nothing outside the main thread, where Python cannot install handlers. A SIGHUP that is
-    ignored stays ignored, so that `nohup` works.
+    ignored stays ignored, so that `nohup` works. Forked children, such as the workers of a
+    multiprocessing.Pool, which SIGTERM ends, have the previous handlers.
 
     Args:
         numbers: Signals.
@@ -61,9 +61,18 @@ def handled(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[Non
         yield
         return
     before: dict[int, Any] = {}
+    process = os.getpid()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == process:
+            handler(before, number, frame)
+        else:
+            signal.signal(number, before[number])
+            os.kill(os.getpid(), number)
+
     for n in numbers:
         if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN:
-            before[n] = signal.signal(n, partial(handler, before))
+            before[n] = signal.signal(n, handle)
     try:
         yield
     finally:

@@ -20,6 +20,12 @@ Ranks therefore compare their phases (a forward, a backward, a sum) before the f
 each, and the unit of every gather. Both have one tag: a rank that gathers once more than another
 compares its unit with the other's phase. NCCL neither aborts nor needs it.
 
+[Note: forked processes]
+A child that a rank forks has the rank's connections and shared memory. Its messages would reach
+peers in place of the rank's own, and its writes would change the weights of all ranks. Every
+message and every announced write therefore raises an error in a child, and the child cannot access
+shared memory.
+
 [Note: the fake transport]
 A single process simulates one rank of any world, without communication. Simulated peers have zeros
 as their parts of the weights, and this rank's gradients. A reduction is therefore a sum of equal
@@ -29,9 +35,10 @@ host time at large world sizes; training is meaningless.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,6 +61,16 @@ CURE = (
     "per rank one unit (wrap)."
 )
 Slots = dict[str, list[torch.Tensor]]  # (numel,) each, by ring
+
+
+def check_process(own: int) -> None:
+    """Raise an error in another process than this one. See [Note: forked processes]."""
+    if os.getpid() != own:
+        raise EngineError(
+            "a sharded model in a forked process: expected the rank's own process, because "
+            "connections and memory are those of all ranks; got a child of it. Start the child "
+            "before fs.shard or with spawn, and give it fs.full_state_dict(model)."
+        )
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -359,11 +376,13 @@ class ComparedPhase:
         next: The phase of the next messages, until ranks have compared it.
         running: The phase of the running messages.
         error: The error that ranks in different phases raised.
+    process: The id of the rank's process.
     """
 
     next: str = ""
     running: str = ""
     error: str = ""
+    process: int = field(default_factory=os.getpid)
 
 
 class Transport(ABC):
@@ -470,9 +489,11 @@ class MessageTransport(Transport):
         """Check that all ranks are in the same phase. See [Note: phases].
 
         Raises:
-            EngineError: Ranks are, or were, in different phases.
+            EngineError: Ranks are, or were, in different phases; or this is a forked process.
         """
         phase = self.phase
+        if len(ranks) > 1:
+            check_process(phase.process)
         if len(ranks) == 1 or not (phase.next or phase.error) or not self._compares:
             return
         phase.running, phase.next = f"{phase.next}{self._model}", ""

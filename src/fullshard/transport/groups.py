@@ -29,6 +29,7 @@ from fullshard.transport.base import (
     FakeTransport,
     Transport,
     Works,
+    check_process,
     failed_message,
 )
 from fullshard.transport.c10d import C10dTransport
@@ -55,6 +56,7 @@ class _Made:
     layouts: count[int] = field(default_factory=count)
     serials: count[int] = field(default_factory=lambda: count(1))
     processes: list[Process] = field(default_factory=list)
+    process: int = field(default_factory=os.getpid)
 
 
 MADE: WeakKeyDictionary[Any, _Made] = WeakKeyDictionary()  # by default process group
@@ -254,7 +256,9 @@ def copy_from_first(tensors: Sequence[torch.Tensor], layout: Sequence[Sequence[i
 
 
 def _made() -> _Made:
-    return MADE.setdefault(dist.group.WORLD, _Made())
+    made = MADE.setdefault(dist.group.WORLD, _Made())
+    check_process(made.process)
+    return made
 
 
 # ---- the transport of a model --------------------------------------------------------------------

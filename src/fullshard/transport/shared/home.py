@@ -30,7 +30,6 @@ again when all ranks have pulled it. `placed` and `fetched` are the same for gat
 
 from __future__ import annotations
 
-import os
 import pickle
 from bisect import bisect_right
 from collections import deque
@@ -78,7 +77,7 @@ class SharedHome(Home):
     def __init__(self, board: Board, num_parts: int, all_values: AllValues) -> None:
         super().__init__()
         self._board, self._num_parts, self._all_values = board, num_parts, all_values
-        self._part, self._process = board.part, os.getpid()
+        self._part = board.part
         self._weights: dict[tuple[int, int], Weights] = {}
         self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._forward = 0
@@ -116,16 +115,8 @@ class SharedHome(Home):
     def weights(self, unit: int, group: int) -> Weights | None:
         return self._weights.get((unit, group))
 
-    def _check_process(self) -> None:
-        if os.getpid() != self._process:
-            raise EngineError(
-                "weights in a forked process: expected the rank's own process, because all ranks "
-                "of this host share the weights' memory; got a child of it. Start the child before "
-                "fs.shard or with spawn, and give it fs.full_state_dict(model)."
-            )
-
     def publish(self) -> None:
-        self._check_process()
+        self._board.check_process()
         if self._casts:
             self._await_readers()
             for part, master in self._casts:
@@ -146,7 +137,7 @@ class SharedHome(Home):
                 self.gradients.free_overflows()
 
     def before_write(self) -> int:
-        self._check_process()
+        self._board.check_process()
         self.wrote = True
         self.num_writes += 1
         self._await_readers()
@@ -457,6 +448,7 @@ class SharedTransport(DirectTransport):
         Each rank has two lanes, used in turn: a rank that writes its second vector has read the
         first ones of all ranks.
         """
+        self._board.check_process()
         self._summed += 1
         turn, part = self._summed % 2, self._board.part
         lanes = [lanes[turn, : own.numel()] for lanes in self._lanes]

@@ -46,12 +46,13 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
 from fullshard.config import host_memory
 from fullshard.errors import EngineError, HangError, OutOfMemoryError, cure_of, raise_together
-from fullshard.transport.base import CURE
+from fullshard.transport.base import CURE, check_process
 
 POPULATE_WRITE, REMOVE = 23, 9  # madvise, since Linux 5.14 and 2.6
 CONNECT_TIMEOUT_S = 60.0
@@ -97,6 +98,7 @@ class Segment:
     def __init__(self, mapping: mmap.mmap) -> None:
         self.mapping = mapping
         self.memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        _MAPPINGS.add(mapping)
 
     def view(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """(numel,) of a dtype, `start` bytes from the beginning of the segment.
@@ -129,6 +131,20 @@ class Segment:
         high = (start + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if high > low:
             self.mapping.madvise(REMOVE, low, high - low)
+
+
+_MAPPINGS: WeakSet[mmap.mmap] = WeakSet()
+
+
+def _shut() -> None:
+    """A forked process cannot access shared memory. See [Note: forked processes]."""
+    for mapping in _MAPPINGS:
+        address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+        _mprotect(ctypes.c_void_p(address), ctypes.c_size_t(len(mapping)), 0)
+
+
+_mprotect = ctypes.CDLL(None).mprotect
+os.register_at_fork(after_in_child=_shut)
 
 
 def share_segment(
@@ -283,6 +299,7 @@ class Board:
         cell = partial(ctypes.c_uint32.from_buffer, segment.mapping)
         starts = [index * LINE_BYTES for index in range(len(ranks))]
         self._counters = [[Counter(cell(at + CACHE_LINE * m)) for m in Mark] for at in starts]
+        self.check_process = partial(check_process, pids[part])
 
     def __del__(self) -> None:
         for descriptor in self._parts:
@@ -295,6 +312,7 @@ class Board:
 
     def advance(self, mark: Mark, value: int) -> None:
         """Advance a counter of this part."""
+        self.check_process()
         self._counters[self.part][mark].advance(value)
 
     def await_all(self, mark: Mark, value: int, doing: str) -> None:
