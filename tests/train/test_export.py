@@ -1,7 +1,10 @@
 """The folder that a run writes is what transformers would have written of the unsharded model."""
 
+import json
 import resource
 import signal
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import fullshard as fs
-from fullshard.config.schema import LoraConfig
+from fullshard.config.schema import LoraConfig, RunConfig
 from fullshard.data.tokenize import train_tokenizer
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, ConfigError
 from fullshard.models.build import Adapters, save_model, write_folder
 from fullshard.models.config import (
     build_model,
@@ -21,6 +24,9 @@ from fullshard.models.config import (
     quiet_libraries,
 )
 from fullshard.models.lora import add_adapters
+from fullshard.run.folder import RunFolder
+from fullshard.run.on_torch import TorchSide
+from fullshard.saving import SaveSettings
 
 MODELS = {
     "tied llama": {"model_type": "llama", "tie_word_embeddings": True},
@@ -131,6 +137,41 @@ def test_merged_weights_are_those_that_peft_computes(name, tmp_path):
     assert wanted
     for layer, weight in wanted.items():
         torch.testing.assert_close(found[f"{layer}.weight"], weight)
+
+
+def adapted(run, seed=5, dtype=torch.float32):
+    """The torch side of a run that trains adapters over weights from a seed."""
+    config, tokenizer, _ = made("untied llama")
+    model = build_model(config, None, torch.float32, seed).to(dtype)
+    add_adapters(model, run.lora)
+    data = SimpleNamespace(tokenizer=tokenizer)
+    told = {"config": run, "folder": RunFolder(Path("run")), "model_config": config}
+    side = TorchSide(SimpleNamespace(**told, dataset=data))
+    side.model = fs.shard(model, master_dtype=dtype)
+    side.optimizer = torch.optim.AdamW(side.model.parameters())
+    side.average = None
+    return side
+
+
+def test_adapters_continue_only_over_the_weights_that_they_were_trained_with(tmp_path):
+    """The checkpoint has the old weights; the exported adapters would name the new ones."""
+    run = RunConfig(lora={"r": 2}, model="nowhere")
+    for dtype in (torch.bfloat16, torch.float32):
+        adapted(run, dtype=dtype).save(tmp_path / "saved", {}, SaveSettings())
+        for now in (torch.bfloat16, torch.float32):
+            adapted(run, dtype=now).load(tmp_path / "saved")
+    with pytest.raises(ConfigError, match=r"the weights over .* in 'None' \(.*weight differs\)"):
+        adapted(run, seed=6).load(tmp_path / "saved")
+
+
+def test_adapters_of_a_student_name_what_was_cut_out_of_its_teacher(tmp_path):
+    run = RunConfig(lora={"r": 2}, teacher="whole", model="whole", distill={"layers": 1})
+    places = {name: tmp_path / name for name in ("model", "adapter", "model_ema", "adapter_ema")}
+    side = adapted(run)
+    vars(side._session.folder).update(places)
+    side.export(None)
+    told = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert told["base_model_name_or_path"] == "run/student"
 
 
 def on_a_rank(folder, cap):

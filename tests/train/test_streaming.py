@@ -265,6 +265,19 @@ def test_the_baseline_is_off_for_a_stream_and_cannot_be_asked_for():
 # ---- documents -----------------------------------------------------------------------------------
 
 
+def test_arrays_with_another_end_of_documents_are_other_data(tmp_path, tokenizer):
+    """A run that resumes with another eos_token would divide the same tokens otherwise."""
+    np.save(tmp_path / "a.npy", np.arange(200, dtype=np.uint16))
+    other = copy.deepcopy(tokenizer)
+    other.eos_token = other.convert_ids_to_tokens(5)
+    for apart in (True, False):
+        how = DatasetSettings(32, 300, DataConfig(validation_fraction=0, separate_documents=apart))
+        found = [
+            make_dataset([text_source(tmp_path / "a.npy")], how, t) for t in (tokenizer, other)
+        ]
+        assert (found[0].facts.fingerprint != found[1].facts.fingerprint) is apart
+
+
 def test_documents_of_a_sequence_are_learned_as_if_each_were_alone(tmp_path, tokenizer):
     for number in range(30):
         (tmp_path / "data").mkdir(exist_ok=True)

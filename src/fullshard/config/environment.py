@@ -158,7 +158,8 @@ def read_launch_environment(
     if reader.has_any(_TORCHRUN.rank, _TORCHRUN.world_size):
         return _read_torchrun(reader)
     for names in _MPI:
-        if reader.has_any(names.rank) and reader.has_any(names.local_rank):
+        # srun sets PMI_RANK, too.
+        if reader.has_any(names.rank) and reader.has_any(names.local_rank, "OMPI_COMM_WORLD_RANK"):
             launch = _launched(reader, names)
             return None if launch.world_size == 1 else launch  # a single process, as under srun
     if reader.has_any("SLURM_STEP_ID") and reader.has_any("SLURM_PROCID"):

@@ -66,6 +66,8 @@ _PARTS = ("context", "history")  # columns of other parts of a prompt, which no 
 # Keys by which other tools exclude a message, a part of it, or a record from training.
 _WEIGHTS = ("weight", "loss", "train", "training", "train_detail", "training_detail")
 _WEIGHTS += ("loss_mask", "loss_weight", "sample_weight", "mask")
+# Columns that are read, or checked.
+_READ = {"messages", "conversations", "prompt", "input", "tools", "label", *_TEXTS, *_SYSTEM}
 _KNOWN = ("system", "developer", "user", ASSISTANT, "tool", "function")  # roles
 SHORTEST, LONGEST = 20, 160  # characters of a built-in answer: one sentence
 SEED = 0
@@ -131,6 +133,13 @@ def read_examples(spans: Iterable[Span]) -> Iterator[Example]:
                 "the record, or rename the column if it is not for training."
             )
         yield reader(record)
+
+
+def unread(example: Example) -> list[str]:
+    """Columns of an example's record that are not read."""
+    columns = example.place.value if isinstance(example.place, Record) else {}
+    filled = (name for name, held in columns.items() if held not in (None, ""))
+    return sorted({*filled} - _READ - {*_WEIGHTS})
 
 
 def _reader(value: Mapping[str, Any]) -> Any:

@@ -44,6 +44,7 @@ from fullshard.data.chat import (
     prompt_of,
     question_answers,
     read_examples,
+    unread,
 )
 from fullshard.data.dataset import IGNORED, DatasetFacts, PreparedData
 from fullshard.data.order import Indices
@@ -64,7 +65,7 @@ from fullshard.data.tokenize import (
     tokenize,
     words_of,
 )
-from fullshard.engine.hugging_face import num_ids
+from fullshard.engine.hugging_face import num_ids, some
 from fullshard.errors import DataError
 
 if TYPE_CHECKING:
@@ -277,6 +278,7 @@ def make_chat_dataset(
     sampled = _examples_from(border % len(starts), values, starts, found)
     asked = list(itertools.islice(sampled, max(1, num_samples)))
     ids = [prompt_ids(example, tokenizer) for example in asked[:num_samples]]
+    told = [f"columns that are not read: {some(names)}"] if (names := unread(asked[0])) else []
     facts = DatasetFacts(
         origin=source.origin,
         sequence_length=limit,
@@ -288,7 +290,7 @@ def make_chat_dataset(
         vocab_size=num_ids(tokenizer),
         baseline=None,
         prompt=prompt_of(asked[0], tokenizer),
-        notes=(*notes, *_notes(len(starts), int(num_cut), share, rows, settings)),
+        notes=(*notes, *_notes(len(starts), int(num_cut), share, rows, settings), *told),
         fingerprint=digest([VERSION, limit, *sums]),
         pad=tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0,
     )

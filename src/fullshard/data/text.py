@@ -221,7 +221,10 @@ def make_dataset(
     least = SMALL_BUFFER if len(sources) > 1 else 0
     buffer = min(how.shuffle_buffer * how.streaming, max(sum(sizes), least))
     mixture = _mixture(sources, sizes, buffer)
-    sums = list(zip(checksums, held_out.checksums, strict=True))
+    sums: list[object] = [*zip(checksums, held_out.checksums, strict=True)]
+    separator = _separator(tokenizer) if how.separate_documents else None
+    if separator is not None and any(source.kind is FileKind.ARRAY for source in sources):
+        sums.append(separator)  # of the same tokens, it would make other documents
     facts = DatasetFacts(
         origin=" + ".join(source.origin for source in sources),
         sequence_length=length,
@@ -237,7 +240,7 @@ def make_dataset(
         fingerprint=digest([VERSION, length, mixture, sums]),
         mixture=mixture,
         shuffle_buffer=buffer,
-        separator=_separator(tokenizer) if how.separate_documents else None,
+        separator=separator,
     )
     return Dataset(facts, tokenizer, train, held_out)
 

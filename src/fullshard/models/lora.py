@@ -24,11 +24,13 @@ from torch import nn
 from fullshard.checkpoint.format import ADAPTED
 from fullshard.config.schema import LoraConfig
 from fullshard.engine.folder import FolderWeights
+from fullshard.engine.state import model_tensors
 from fullshard.errors import ConfigError
 from fullshard.formats.source import Entry, Source
 
 ADAPTER = "default"
 PROJECTION = "distill_projection"  # module of a student whose width differs from its teacher's
+SAMPLED = 256  # elements of each weight, about
 _A, _B, _BASE = ".lora_A.", ".lora_B.", ADAPTED
 
 
@@ -126,6 +128,44 @@ def first_values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 def adapters_of(source: Source) -> dict[str, Entry]:
     """The adapters of a model."""
     return {name: entry for name, entry in source.tensors.items() if _A in name or _B in name}
+
+
+def sample_of_base(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Some elements of this rank's part of each weight that is no adapter, on the CPU.
+
+    Args:
+        model: The sharded model. Its buffers do not count, because they change in training.
+    """
+    base = (x for x in model_tensors(model) if not x.whole and not _is_adapter(x.names[0]))
+    parts = {x.names[0]: x.local.detach().reshape(-1) for x in base}
+    return {name: x[:: len(x) // SAMPLED + 1].clone().cpu() for name, x in parts.items()}
+
+
+def check_base(
+    model: nn.Module, before: Mapping[str, torch.Tensor], folder: Path | None, checkpoint: Path
+) -> None:
+    """Checks that adapters were trained over the weights that the run began with.
+
+    A checkpoint also has these weights, so that training would continue with other ones than those
+    that the exported adapters name. It may have them in a smaller dtype.
+
+    Args:
+        model: The sharded model, after the checkpoint was loaded.
+        before: `sample_of_base` of the weights in the folder.
+        folder: Folder of the weights.
+        checkpoint: The checkpoint.
+
+    Raises:
+        ConfigError: They differ; names a weight.
+    """
+    dtypes = torch.float64, torch.bfloat16, torch.float16
+    for name, now in sample_of_base(model).items():
+        if not any(before[name].to(dtype).to(now.dtype).equal(now) for dtype in dtypes):
+            raise ConfigError(
+                "model.name_or_path: expected the weights over which the adapters of "
+                f"'{checkpoint}' were trained, got others in '{folder}' ({name} differs). Restore "
+                "them, set model to a folder that has them, or use --resume never."
+            )
 
 
 def merged(source: Source, lora: LoraConfig, model: nn.Module) -> Source:

@@ -23,6 +23,8 @@ from fullshard.engine.norms import to_host
 from fullshard.errors import ConfigError, DataError, DivergedError
 from fullshard.models.build import Adapters, model_on_meta, save_model, weights_folder
 from fullshard.models.generate import Sample, Sampler, SamplingSettings
+from fullshard.models.lora import check_base, sample_of_base
+from fullshard.models.student import STUDENT, is_cut
 from fullshard.observe.hang import watchdog
 from fullshard.observe.metrics import SampleRow, memory_bytes
 from fullshard.planner.optimizers import states_of
@@ -292,6 +294,22 @@ class TorchSide(TorchTrainee, Side):
             self._check_plan()
         return RankTeam(engine_of(model).transport, seat)
 
+    def load(self, path: Path) -> tuple[dict[str, Any], Path]:
+        """As TorchTrainee.load; adapters must have been trained over the run's own weights."""
+        if self._session.config.lora is None:
+            return super().load(path)
+        before = sample_of_base(self.model)
+        state, found = super().load(path)
+        check = partial(check_base, self.model, before, self._base, found)
+        engine_of(self.model).agree(check)
+        return state, found
+
+    @property
+    def _base(self) -> Path | None:
+        """Folder of the weights that the run began with."""
+        config, folder = self._session.config, self._session.folder
+        return folder.path / STUDENT if is_cut(config.distill) else weights_folder(config)
+
     def utilization(self) -> float | None:
         """Model FLOPs utilization at one token per second; None if it is not known."""
         return self._view.utilization() if self._session.seat.device.type == "cuda" else None
@@ -311,7 +329,7 @@ class TorchSide(TorchTrainee, Side):
         """Writes the model as a Hugging Face folder, and adapters on their own. A collective."""
         run = self._session
         lora = run.config.lora
-        adapters = None if lora is None else Adapters(lora, weights_folder(run.config), adapter)
+        adapters = None if lora is None else Adapters(lora, self._base, adapter)
         save_model(self.model, run.model_config, run.dataset.tokenizer, place, adapters)
 
     def _check_plan(self) -> None:

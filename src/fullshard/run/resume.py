@@ -59,8 +59,10 @@ logger = logging.getLogger(__name__)
 TEACHER = "teacher"  # key of run.json: the sample of its weights
 # Keys of a checkpoint's state.
 POSITION, SCALER, PATIENCE = "position", "scaler", "patience"
-# Keys of a model's configuration that change no forward.
-_FREE_KEYS = re.compile(r"(^|\.)_|architectures|dtype|transformers_version|use_cache|_token_id$")
+# Keys of a model's configuration that change no step. The row of pad_token_id is not trained.
+_FREE_KEYS = re.compile(
+    r"(^|\.)_|architectures|dtype|transformers_version|use_cache|(?<!pad)_token_id$"
+)
 _ANEW = "Use --resume never, or another output_dir."
 # Sections and keys that must not change when a run resumes.
 SAME = ("data", "model", "teacher", "freeze", "lora", "training.max_seq_length", "training.seed")

@@ -175,6 +175,7 @@ def test_a_rendezvous_on_this_machine_has_one_machine():
         {"FULLSHARD_RANK": "0"},
         {**TORCHRUN, "FULLSHARD_TIMEOUT": "nan"},
         {**TORCHRUN, "FULLSHARD_TIMEOUT": "-1"},
+        without(OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
         without(SRUN, "SLURM_LOCALID"),
         {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "four"},
     ],

@@ -365,6 +365,21 @@ def test_rows_are_the_examples_in_their_order_though_processes_share_the_parts(
     assert again.facts == made.facts  # the fingerprint, too
 
 
+def test_the_banner_names_columns_that_are_not_read(tokenizer, tmp_path):
+    """Such as the answers of preferences, and a column with the name of the part."""
+    said = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    row = {"messages": said, "chosen": said[1:], "rejected": said[1:]}
+    more = {"split": "test", "id": 4, "prompt": "one", "tools": [], "system": None, "note": ""}
+    for rows, told in (
+        ([row | more], ["columns that are not read: chosen, id, rejected and 1 more"]),
+        ([pair("one", "two")], []),
+    ):
+        made = make_chat_dataset(
+            source(tmp_path, rows * 2), settings_of(64, 0.0, SftConfig()), tokenizer
+        )
+        assert list(made.facts.notes[1:]) == told
+
+
 def test_padded_rows_have_one_length_and_padding_is_a_document_of_its_own(tokenizer, tmp_path):
     rows = [pair("two " * n, "four") for n in (1, 2, 3, 4)]
     settings = settings_of(16, 0.0, SftConfig(packing=True, num_samples=0))

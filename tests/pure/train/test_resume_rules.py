@@ -216,6 +216,9 @@ def test_weights_that_would_fit_another_model_or_tokenizer_are_not_taken(tmp_pat
     assert caplog.messages[0].endswith("the checkpoint's: 'rms_norm_eps' 1e-06 -> 0.5")
     with pytest.raises(ConfigError, match=r"with the weights .*\('rms_norm_eps' 1e-06 -> 0\.5\)"):
         check_model(own, found, other, kept)
+    padded = LlamaConfig(hidden_size=64, pad_token_id=2)  # torch does not train the row of padding
+    with pytest.raises(ConfigError, match=r"with the weights .*\('pad_token_id' None -> 2\)"):
+        check_model(own, found, padded, kept)
     with pytest.raises(ConfigError, match=r"tokenizer\.json .* has changed \('8' 8 -> None\)"):
         check_model(Resume(tmp_path, required=True), found, same, learned)
     more = numbers_tokenizer(9)
