@@ -31,8 +31,7 @@ from fullshard.transport.base import (
     Works,
     failed_message,
 )
-from fullshard.transport.c10d import C10dTransport
-from fullshard.transport.direct import DirectTransport
+from fullshard.transport.c10d import C10dTransport, DirectTransport
 from fullshard.transport.shared.home import SharedTransport
 from fullshard.transport.shared.segment import Host
 

@@ -55,7 +55,7 @@ from fullshard.transport.base import (
     combine_in_order,
     torch_dtype,
 )
-from fullshard.transport.direct import DirectTransport
+from fullshard.transport.c10d import DirectTransport
 from fullshard.transport.shared.segment import (
     CACHE_LINE,
     AllValues,
