@@ -13,8 +13,8 @@ import torch.distributed as dist
 import fullshard as fs
 from fullshard.engine import placing
 from fullshard.engine.engine import engine_of
-from fullshard.planner.events import EventKind
 from fullshard.planner.memory import most_spilled_bytes
+from fullshard.planner.schedule import EventKind
 from fullshard.transport.shared import home
 from support.grid import PAIRED, STRATEGIES, in_turn, marked, prefetching
 from support.models import CHAIN, WIDTH, chain, mean_square, vectors

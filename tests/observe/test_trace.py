@@ -16,7 +16,7 @@ from benchmarks.timeline import (
 )
 
 from fullshard.observe.hang.judge import EventRing
-from fullshard.planner.events import Event, EventKind
+from fullshard.planner.schedule import Event, EventKind
 
 GATHER, FORWARD, RELEASE = EventKind.GATHER, EventKind.FORWARD, EventKind.RELEASE
 BACKWARD, REDUCE = EventKind.BACKWARD, EventKind.REDUCE

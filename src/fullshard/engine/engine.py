@@ -54,9 +54,9 @@ from fullshard.engine.step import Runtime
 from fullshard.engine.streamed import StreamedRuntime
 from fullshard.engine.unit import Group, Member, Swap, Unit, alive
 from fullshard.errors import EngineError, ShardedTensorError, raise_together
-from fullshard.planner.events import Event, EventKind, Recorder, Sync
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.plan import Plan
+from fullshard.planner.schedule import Event, EventKind, Recorder, Sync
 from fullshard.planner.units import UnitPlan, ancestors_of
 from fullshard.transport import streams
 from fullshard.transport.base import Hook, Slots, Transport, torch_dtype

@@ -38,9 +38,9 @@ from fullshard.engine.replicas import check_equal_start
 from fullshard.engine.state import hook_loading
 from fullshard.engine.tracing import trace_order
 from fullshard.errors import ConfigError, EngineError, UnsupportedModelError
-from fullshard.planner.events import Recorder, Sync
 from fullshard.planner.mesh import ROWS, Mesh, Topology, mesh_of
 from fullshard.planner.plan import Plan, make_plan, units_of
+from fullshard.planner.schedule import Recorder, Sync
 from fullshard.planner.spec import matches
 from fullshard.planner.units import UnitSettings
 from fullshard.transport.base import Transport, home_of

@@ -69,9 +69,9 @@ from fullshard.engine.engine import Engine
 from fullshard.engine.full_state import whole_params
 from fullshard.engine.model_spec import places_of
 from fullshard.engine.state import unsharded
-from fullshard.planner.events import Sync
 from fullshard.planner.layout import clean_name
 from fullshard.planner.mesh import row_of
+from fullshard.planner.schedule import Sync
 
 logger = logging.getLogger(__name__)
 

@@ -65,8 +65,8 @@ from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import cast_output
 from fullshard.engine.state import unsharded
 from fullshard.launch.rendezvous import init_process_group
-from fullshard.planner.events import Sync
 from fullshard.planner.mesh import order_of
+from fullshard.planner.schedule import Sync
 from fullshard.transport.groups import backend_for
 
 

@@ -55,7 +55,7 @@ from fullshard.observe.hang.judge import (
     streams,
 )
 from fullshard.observe.metrics import wait_until
-from fullshard.planner.events import EventKind
+from fullshard.planner.schedule import EventKind
 
 DEFAULT_TIMEOUT_S = 600.0
 PREFIX = "fullshard/watchdog/{}"  # of its keys in the store of a launch, by its start
