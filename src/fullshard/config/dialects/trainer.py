@@ -11,8 +11,9 @@ from typing import cast
 
 from fullshard.config.dialects.accelerate import FSDP
 from fullshard.config.dialects.deepspeed import DEEPSPEED
-from fullshard.config.dialects.mesh import DISTRIBUTED, MESH
 from fullshard.config.dialects.rules import (
+    DISTRIBUTED,
+    MESH,
     NOTHING,
     Meaning,
     Rule,

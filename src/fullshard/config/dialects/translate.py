@@ -10,9 +10,9 @@ from typing import Any, cast
 from fullshard.config.dialects.accelerate import ACCELERATE, FSDP
 from fullshard.config.dialects.axolotl import AXOLOTL
 from fullshard.config.dialects.deepspeed import DEEPSPEED
-from fullshard.config.dialects.mesh import TORCHTITAN
 from fullshard.config.dialects.rules import (
     NOTHING,
+    TORCHTITAN,
     Meaning,
     Note,
     Rule,
