@@ -15,9 +15,15 @@
     |-- ShardedTensorError            1   an operation that needs the whole tensor got a shard
     |   `-- NotElementwiseError       1   an optimizer whose update of an element depends on others
     `-- EngineError (RuntimeError)    1   the engine was used in an unsupported way
-        `-- SlotError                 1   two units need one slot at once, or a slot is stale
+        |-- SlotError                 1   two units need one slot at once, or a slot is stale
+        `-- MisuseError               1   a compat interface was used in a way that it refuses
+            |-- MisuseValueError (ValueError), MisuseTypeError (TypeError)
+            |-- MisuseAssertionError (AssertionError)
+            |-- NoSuchPartError (AttributeError)
+            `-- NotOfferedError (NotImplementedError)
 
 The number is the exit code of every command (130 is reserved for an interrupt).
+Errors of the compat interfaces also have the types that the originals raise.
 Messages have one form: what was expected, what was given, what to do.
 """
 
@@ -173,6 +179,30 @@ class EngineError(FullshardError, RuntimeError):
 
 class SlotError(EngineError):
     """Two units need one slot at once, or a slot contains another unit's data."""
+
+
+class MisuseError(EngineError):
+    """A call that the interface refuses."""
+
+
+class MisuseValueError(MisuseError, ValueError):
+    """A MisuseError where the interface raises a ValueError."""
+
+
+class MisuseTypeError(MisuseError, TypeError):
+    """A MisuseError where the interface raises a TypeError."""
+
+
+class MisuseAssertionError(MisuseError, AssertionError):
+    """A MisuseError where the interface raises an AssertionError."""
+
+
+class NoSuchPartError(MisuseError, AttributeError):
+    """A part of torch's engine that does not exist here."""
+
+
+class NotOfferedError(MisuseError, NotImplementedError):
+    """A part of the interface that is not supported; names the alternative."""
 
 
 def ran_out_of_memory(error: BaseException) -> bool:

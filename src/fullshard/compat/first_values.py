@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.compat.errors import MisuseValueError
 from fullshard.compat.wrapping import own_rank, topology
 from fullshard.engine.homes import default_device
+from fullshard.errors import MisuseValueError
 from fullshard.transport.groups import copy_from_first
 
 

@@ -38,7 +38,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
-from fullshard.compat.errors import MisuseError, NotOfferedError
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
 from fullshard.config.values import DType, Strategy, TransportKind, WrapKind
@@ -66,7 +65,7 @@ from fullshard.engine.record import (
 )
 from fullshard.engine.shard import ShardInputs, refuse_shared_memory, shard_model
 from fullshard.engine.unit import Group, Member, gather_piece
-from fullshard.errors import EngineError, UnsupportedModelError
+from fullshard.errors import EngineError, MisuseError, NotOfferedError, UnsupportedModelError
 from fullshard.observe.hang import watchdog
 from fullshard.observe.hang.judge import EventRing
 from fullshard.planner.layout import FlatLayout, Slice, clean_name

@@ -39,13 +39,6 @@ from torch.distributed.fsdp import (
 )
 
 from fullshard.compat import first_values, state_dicts
-from fullshard.compat.errors import (
-    MisuseAssertionError,
-    MisuseError,
-    MisuseValueError,
-    NoSuchPartError,
-    NotOfferedError,
-)
 from fullshard.compat.fsdp1 import options
 from fullshard.compat.fsdp1.options import TrainingState, auto_wrap
 from fullshard.compat.state_dicts import HoldsShards, Wanted
@@ -69,6 +62,13 @@ from fullshard.engine.engine import Engine
 from fullshard.engine.full_state import whole_params
 from fullshard.engine.model_spec import places_of
 from fullshard.engine.state import unsharded
+from fullshard.errors import (
+    MisuseAssertionError,
+    MisuseError,
+    MisuseValueError,
+    NoSuchPartError,
+    NotOfferedError,
+)
 from fullshard.planner.layout import clean_name
 from fullshard.planner.mesh import row_of
 from fullshard.planner.schedule import Sync

@@ -30,12 +30,6 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fullshard.compat import rows, state_dicts
-from fullshard.compat.errors import (
-    MisuseAssertionError,
-    MisuseError,
-    MisuseValueError,
-    NotOfferedError,
-)
 from fullshard.compat.state_dicts import HoldsShards, Wanted
 from fullshard.compat.wrapping import (
     Wrapped,
@@ -64,6 +58,12 @@ from fullshard.engine.model_spec import NEVER_CALLED
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import cast_output
 from fullshard.engine.state import unsharded
+from fullshard.errors import (
+    MisuseAssertionError,
+    MisuseError,
+    MisuseValueError,
+    NotOfferedError,
+)
 from fullshard.launch.rendezvous import init_process_group
 from fullshard.planner.mesh import order_of
 from fullshard.planner.schedule import Sync
