@@ -9,7 +9,7 @@ from support.processes import python
 
 PACKAGE = Path(fullshard.__file__).parent
 COMMAND = """
-from fullshard.config.problems import Problem
+from fullshard.errors import Problem
 from fullshard.recipes.registry import RecipeCommand
 
 def check(config, command):

@@ -225,8 +225,8 @@ def _placed(file: LaunchConfig | None, flags: dict[str, object]) -> LaunchConfig
     The whole file is checked before any process starts. torchrun's `--nnodes 1:4`, which would
     change the number of ranks during a run, is refused.
     """
-    from fullshard.config.problems import ConfigProblems
     from fullshard.config.schema import LaunchConfig
+    from fullshard.errors import ConfigProblems
 
     kept = {}
     if file is not None:

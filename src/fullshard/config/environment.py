@@ -21,8 +21,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple, Never
 
-from fullshard.config.problems import ConfigProblems, Problem, show
 from fullshard.config.values import did_you_mean
+from fullshard.errors import ConfigProblems, Problem, show
 
 
 class Launcher(StrEnum):

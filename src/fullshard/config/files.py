@@ -18,9 +18,8 @@ from typing import Any, cast
 import yaml
 
 from fullshard.config.keys import FREE, PLAIN_KEYS, is_free
-from fullshard.config.problems import ConfigProblems, Problem, join_key
 from fullshard.config.regular_files import did_you_mean_path, read_regular
-from fullshard.errors import FullshardError
+from fullshard.errors import ConfigProblems, FullshardError, Problem, join_key
 
 MOST_BY_ALIASES = 10_000
 _MERGE = "tag:yaml.org,2002:merge"

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from fullshard.config.fields import Section
 from fullshard.config.names import MOVED, MOVES, RIVALS, names
-from fullshard.config.problems import ConfigProblems, Problem
 from fullshard.config.schema import RunConfig, TrainingConfig
 from fullshard.config.values import did_you_mean
+from fullshard.errors import ConfigProblems, Problem
 
 # Mappings with free keys of any type.
 FREE = ("model.config", "teacher.config")

@@ -51,11 +51,10 @@ from fullshard.config.keys import (
     training_or_bare,
 )
 from fullshard.config.names import MOVES, UNASKED, Move
-from fullshard.config.problems import ConfigProblems, Problem, show
 from fullshard.config.schema import ModelConfig, RunConfig, ShardConfig
 from fullshard.config.supported import check_supported, idle
 from fullshard.config.values import did_you_mean
-from fullshard.errors import FullshardError
+from fullshard.errors import ConfigProblems, FullshardError, Problem, show
 
 _NO_MODEL = {"name_or_path": None, "config": None, "trust_remote_code": False}
 

@@ -24,7 +24,6 @@ from fullshard.config.fields import (
     to_names,
     to_number,
 )
-from fullshard.config.problems import ConfigProblems, Problem
 from fullshard.config.values import (
     PREFETCH_DEPTHS,
     DType,
@@ -43,6 +42,7 @@ from fullshard.config.values import (
     spellings,
     words_of,
 )
+from fullshard.errors import ConfigProblems, Problem
 
 Wrap = WrapKind | tuple[str, ...] | Callable[..., Any]
 

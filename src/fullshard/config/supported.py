@@ -13,7 +13,6 @@ from typing import Any
 
 from fullshard.config.environment import LaunchEnvironment
 from fullshard.config.fields import Section
-from fullshard.config.problems import ConfigProblems, Problem, join_key, show
 from fullshard.config.regular_files import packaged_table
 from fullshard.config.schema import RunConfig, ShardConfig
 from fullshard.config.sharding import Offload
@@ -32,6 +31,7 @@ from fullshard.config.values import (
     TransportKind,
     WrapKind,
 )
+from fullshard.errors import ConfigProblems, Problem, join_key, show
 
 # Fields of a section: advice until they are supported, and the unsupported values (if none are
 # listed, all but the default).

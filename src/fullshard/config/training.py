@@ -23,7 +23,6 @@ from fullshard.config.fields import (
     to_number,
 )
 from fullshard.config.names import names
-from fullshard.config.problems import ConfigProblems, Problem, show
 from fullshard.config.values import (
     IntervalStrategy,
     LrSchedule,
@@ -33,6 +32,7 @@ from fullshard.config.values import (
     did_you_mean,
     words_of,
 )
+from fullshard.errors import ConfigProblems, Problem, show
 
 
 def _read_steps(value: object) -> object:

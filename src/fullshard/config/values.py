@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
-from fullshard.config.problems import ConfigProblems, Problem, show
+from fullshard.errors import ConfigProblems, Problem, show
 
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler

@@ -24,8 +24,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, TypeAdapter, ValidationError
 
-from fullshard.config.problems import ConfigProblems, Problem, show
 from fullshard.config.regular_files import read_regular
+from fullshard.errors import ConfigProblems, Problem, show
 from fullshard.planner.text import format_json
 from fullshard.planner.tracing import ROWS, VIEW, Operation
 

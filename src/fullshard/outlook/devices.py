@@ -31,8 +31,8 @@ from typing import Annotated, Any, cast
 
 from fullshard.config.fields import Count, Flag, Number, Section
 from fullshard.config.files import read_file
-from fullshard.config.problems import ConfigProblems, Problem, show
 from fullshard.config.regular_files import packaged_table
+from fullshard.errors import ConfigProblems, Problem, show
 
 TERA = 1e12
 GIGA = 1e9

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fullshard.config.files import File
     from fullshard.config.load import Resolved
-    from fullshard.config.problems import Problem
     from fullshard.config.schema import RunConfig
+    from fullshard.errors import Problem
     from fullshard.recipes.base import RecipeKind
 
 
@@ -85,7 +85,7 @@ def check_command(config: RunConfig, command: Command) -> None:
     Raises:
         ConfigError: Names every such section.
     """
-    from fullshard.config.problems import ConfigProblems
+    from fullshard.errors import ConfigProblems
 
     problems = list(command.about.check(config, command))
     owners = {section: other for other in reversed(Command) for section in other.about.sections}
@@ -99,7 +99,7 @@ def check_command(config: RunConfig, command: Command) -> None:
 
 def of_other(key: str, got: str, command: Command) -> Problem:
     """The problem of a key that only another recipe reads."""
-    from fullshard.config.problems import Problem
+    from fullshard.errors import Problem
 
     return Problem(key, "", f"applies to `fullshard {command}` only; got {got}", "Leave it out")
 

@@ -30,9 +30,9 @@ from functools import cache, partial
 from typing import Any, Union, cast
 
 from fullshard.config.fields import Rejected, means_same, to_flag, to_number
-from fullshard.config.problems import ConfigProblems, Problem, show
 from fullshard.config.regular_files import packaged_table
 from fullshard.config.values import did_you_mean, words_of
+from fullshard.errors import ConfigProblems, Problem, show
 
 
 class Status(StrEnum):

@@ -28,9 +28,9 @@ from fullshard.config.dialects.trainer import FLAT, FLAT_MARKS, TRAINING
 from fullshard.config.fields import Rejected
 from fullshard.config.files import File, Origin, OriginKind, find, interpolated, read_file
 from fullshard.config.keys import canonical
-from fullshard.config.problems import ConfigProblems, Problem, join_key, show
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import did_you_mean, words_of
+from fullshard.errors import ConfigProblems, Problem, join_key, show
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from fullshard.config.files import File, OriginKind, read_job
 from fullshard.config.load import Resolved
-from fullshard.config.problems import Problem, show
 from fullshard.config.schema import DistillConfig, RunConfig
 from fullshard.config.supported import unsupported
 from fullshard.config.values import Backend, DistillLoss
+from fullshard.errors import Problem, show
 from fullshard.recipes.registry import Command, RecipeCommand
 from fullshard.recipes.sft.command import check as check_chats
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fullshard.config.problems import Problem, show
 from fullshard.config.schema import RunConfig
+from fullshard.errors import Problem, show
 from fullshard.recipes.registry import Command, RecipeCommand, of_other
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fullshard.config.files import read_job
-from fullshard.config.problems import Problem
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import Backend
+from fullshard.errors import Problem
 from fullshard.recipes.registry import Command, RecipeCommand
 
 
