@@ -12,6 +12,7 @@ import typer
 
 from fullshard.cli.arguments import DryRunFlag
 from fullshard.cli.outcome import Outcome, check_out
+from fullshard.errors import ConfigError, VerifyError, WillNotFitError, untrusted
 
 if TYPE_CHECKING:
     from fullshard.bench.page import Page
@@ -53,7 +54,6 @@ def step(  # noqa: PLR0913  (one parameter an option)
         dry_run: see `DryRunFlag`.
     """
     from fullshard.bench import step as bench
-    from fullshard.errors import VerifyError
 
     peers, absent = bench.installed_peers(tuple(engine or bench.PEERS))
     chosen = [bench.find_case(name) for name in case or bench.DEFAULT_CASES]
@@ -127,7 +127,6 @@ def io(  # noqa: PLR0913  (one parameter an option)
     import tempfile
 
     from fullshard.bench import io as bench
-    from fullshard.errors import ConfigError, WillNotFitError, untrusted
 
     announce("bench io", mib * rounds / 80, out)
     with untrusted("--place", "a folder to write to", ConfigError, "Choose another folder."):

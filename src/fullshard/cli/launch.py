@@ -16,7 +16,7 @@ import typer
 from fullshard.cli.arguments import DryRunFlag, say_lost
 from fullshard.cli.outcome import Outcome, launch_outcome
 from fullshard.config.regular_files import did_you_mean_path
-from fullshard.errors import ConfigError, untrusted
+from fullshard.errors import ConfigError, ConfigProblems, untrusted
 
 if TYPE_CHECKING:
     from fullshard.config.load import Resolved
@@ -226,7 +226,6 @@ def _placed(file: LaunchConfig | None, flags: dict[str, object]) -> LaunchConfig
     change the number of ranks during a run, is refused.
     """
     from fullshard.config.schema import LaunchConfig
-    from fullshard.errors import ConfigProblems
 
     kept = {}
     if file is not None:

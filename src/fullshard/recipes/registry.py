@@ -5,8 +5,8 @@
       command.py   COMMAND: the job without a configuration file, and checks; imports no torch
       recipe.py    KINDS: the data and the loss of each command
 
-`distill-cache` is `fullshard distill cache`. This module and every `__init__.py` import nothing but
-the standard library: `fullshard --help` loads them all and must stay fast.
+`distill-cache` is `fullshard distill cache`. This module and every `__init__.py` import no other
+library: `fullshard --help` loads them all and must stay fast.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fullshard.errors import ConfigError, ConfigProblems, DataError, Problem
+
 if TYPE_CHECKING:
     from fullshard.config.files import File
     from fullshard.config.load import Resolved
     from fullshard.config.schema import RunConfig
-    from fullshard.errors import Problem
     from fullshard.recipes.base import RecipeKind
 
 
@@ -85,8 +86,6 @@ def check_command(config: RunConfig, command: Command) -> None:
     Raises:
         ConfigError: Names every such section.
     """
-    from fullshard.errors import ConfigProblems
-
     problems = list(command.about.check(config, command))
     owners = {section: other for other in reversed(Command) for section in other.about.sections}
     owners |= {str(other): other for other in Command if str(other) in owners}  # sft: `sft`
@@ -99,8 +98,6 @@ def check_command(config: RunConfig, command: Command) -> None:
 
 def of_other(key: str, got: str, command: Command) -> Problem:
     """The problem of a key that only another recipe reads."""
-    from fullshard.errors import Problem
-
     return Problem(key, "", f"applies to `fullshard {command}` only; got {got}", "Leave it out")
 
 
@@ -119,7 +116,6 @@ def check_paths(
         DataError: The data is missing.
     """
     from fullshard.data.records import files_at, under
-    from fullshard.errors import ConfigError, DataError
     from fullshard.models.config import check_model_folder
 
     config, folders = resolved.config, [(resolved.config.model.name_or_path, "model")]
