@@ -1,8 +1,8 @@
 """The registry of recipes: one line per command. Each recipe has a folder:
 
     recipes/NAME/
-      __init__.py  the docstring is the command's help; EXAMPLE: words that follow the command
-      command.py   COMMAND: the job without a configuration file, and checks; imports no torch
+      __init__.py  the docstring is the command's help; EXAMPLE: words that follow the command;
+                   COMMAND: the job without a configuration file, and checks
       recipe.py    KINDS: the data and the loss of each command
 
 `distill-cache` is `fullshard distill cache`. This module and every `__init__.py` import no other
@@ -52,7 +52,7 @@ class Command(StrEnum):
     @property
     def about(self) -> RecipeCommand:
         """The recipe's command line."""
-        return import_module(f"fullshard.recipes.{self.folder}.command").COMMAND
+        return import_module(f"fullshard.recipes.{self.folder}").COMMAND
 
     @property
     def kind(self) -> RecipeKind:
