@@ -208,7 +208,7 @@ def _for_accelerate(resolved: Resolved | None) -> dict[str, str]:
 
 def _say_idle(resolved: Resolved) -> None:
     """Prints the keys of the file that only the commands of fullshard read."""
-    from fullshard.config.names import MOVED  # they set keys of sharding, which scripts receive
+    from fullshard.config.training import MOVED  # they set keys of sharding, which scripts receive
 
     effective = {_ACCUMULATE, *(f"training.{name}" for name in MOVED)}
     keys = (key for key in resolved.origins if key.startswith("training.") and key not in effective)

@@ -10,8 +10,8 @@ import yaml
 
 from fullshard.config.dialects.translate import Dialect
 from fullshard.config.files import DEFAULT, EXPONENT, Origin, OriginKind, flatten
-from fullshard.config.names import MOVED, names
 from fullshard.config.schema import RunConfig
+from fullshard.config.training import MOVED, names
 from fullshard.errors import join_key
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from fullshard.config.fields import Section
-from fullshard.config.names import MOVED, MOVES, RIVALS, names
 from fullshard.config.schema import RunConfig, TrainingConfig
+from fullshard.config.training import MOVED, MOVES, RIVALS, names
 from fullshard.config.values import did_you_mean
 from fullshard.errors import ConfigProblems, Problem
 

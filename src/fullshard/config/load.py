@@ -50,9 +50,9 @@ from fullshard.config.keys import (
     rivals_of,
     training_or_bare,
 )
-from fullshard.config.names import MOVES, UNASKED, Move
 from fullshard.config.schema import ModelConfig, RunConfig, ShardConfig
 from fullshard.config.supported import check_supported, idle
+from fullshard.config.training import MOVES, UNASKED, Move
 from fullshard.config.values import did_you_mean
 from fullshard.errors import ConfigProblems, FullshardError, Problem, show
 
