@@ -66,8 +66,8 @@ from fullshard.engine.record import (
 from fullshard.engine.shard import ShardInputs, refuse_shared_memory, shard_model
 from fullshard.engine.unit import Group, Member, gather_piece
 from fullshard.errors import EngineError, MisuseError, NotOfferedError, UnsupportedModelError
-from fullshard.observe.hang import watchdog
-from fullshard.observe.hang.judge import EventRing
+from fullshard.observe import watchdog
+from fullshard.observe.hang import EventRing
 from fullshard.planner.layout import FlatLayout, Slice, clean_name
 from fullshard.planner.mesh import Mesh, Topology, resolve_mesh, row_of
 from fullshard.planner.plan import Plan

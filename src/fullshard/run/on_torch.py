@@ -23,7 +23,7 @@ from fullshard.engine.norms import to_host
 from fullshard.errors import ConfigError, DataError, DivergedError
 from fullshard.models.build import Adapters, model_on_meta, save_model, weights_folder
 from fullshard.models.generate import Sample, Sampler, SamplingSettings
-from fullshard.observe.hang import watchdog
+from fullshard.observe import watchdog
 from fullshard.observe.metrics import SampleRow, memory_bytes
 from fullshard.planner.optimizers import states_of
 from fullshard.planner.plan import Plan

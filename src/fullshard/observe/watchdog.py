@@ -2,7 +2,7 @@
 
     rank k   thread, twice per second:  position --> TCPStore (not the training's process group)
     judge    the lowest rank that answers, and each rank whose collective failed, reads all
-             positions and decides (see judge.py)
+             positions and decides (see hang.py)
     verdict  --> every rank publishes its Python stacks --> the judge writes them into a file
              --> every rank ends with code 5
 
@@ -41,7 +41,7 @@ from fullshard.config.environment import (
     read_launch_environment,
 )
 from fullshard.errors import HangError, PreemptedError
-from fullshard.observe.hang.judge import (
+from fullshard.observe.hang import (
     EXCHANGE,
     LOST_S,
     SETTLED_S,
