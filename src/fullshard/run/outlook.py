@@ -51,7 +51,7 @@ from fullshard.recipes.context import check_context
 from fullshard.recipes.distill.recipe import PlannedTeacher, settings_of
 from fullshard.recipes.head import whole_logits
 from fullshard.run.tracing import Tracer
-from fullshard.transport.shared.segment import Host
+from fullshard.transport.segment import Host
 
 if TYPE_CHECKING:
     from fullshard.run.xla_outlook import XlaOutlook

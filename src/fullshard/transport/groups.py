@@ -32,8 +32,8 @@ from fullshard.transport.base import (
     failed_message,
 )
 from fullshard.transport.c10d import C10dTransport, DirectTransport
-from fullshard.transport.shared.home import SharedTransport
-from fullshard.transport.shared.segment import Host
+from fullshard.transport.segment import Host
+from fullshard.transport.shared import SharedTransport
 
 logger = logging.getLogger(__name__)
 

@@ -56,7 +56,7 @@ from fullshard.transport.base import (
     torch_dtype,
 )
 from fullshard.transport.c10d import DirectTransport
-from fullshard.transport.shared.segment import (
+from fullshard.transport.segment import (
     CACHE_LINE,
     AllValues,
     Board,
