@@ -39,7 +39,7 @@ from fullshard.launch.machine import (
 )
 from fullshard.models.build import build_sharded, given_model_config
 from fullshard.models.config import build_model
-from fullshard.outlook.calibration import Calibration, Ceilings, HostOverhead, Point, Table, to_json
+from fullshard.outlook.devices import Calibration, Ceilings, HostOverhead, Point, Table, to_json
 from fullshard.planner.mesh import Mesh
 from fullshard.recipes.base import causal_lm_loss
 from fullshard.run.optim import build_optimizer

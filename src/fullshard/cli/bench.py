@@ -161,9 +161,9 @@ def calibrate(
     """
     from fullshard.bench import calibrate as bench
     from fullshard.config.environment import cache_folder
-    from fullshard.outlook.calibration import FILE_NAME
+    from fullshard.outlook.devices import CALIBRATION_FILE
 
-    worlds, path = ranks or bench.DEFAULT_RANKS, out or cache_folder() / FILE_NAME
+    worlds, path = ranks or bench.DEFAULT_RANKS, out or cache_folder() / CALIBRATION_FILE
     announce("bench calibrate", (30 if tiny else 180) * len(worlds), path.parent)
     found = bench.run(worlds, is_tiny=tiny, wait=wait, timeout_s=timeout, say=say)
     path.write_text(bench.file_text(*found, command_line("calibrate")), encoding="utf-8")

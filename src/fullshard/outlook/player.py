@@ -25,7 +25,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from fullshard.config.values import GradSync, TransportKind
-from fullshard.outlook.calibration import Calibration, Ceilings
+from fullshard.outlook.devices import Calibration, Ceilings
 from fullshard.outlook.speed import Times, traffic
 from fullshard.outlook.workload import Workload
 from fullshard.planner.memory import MemoryRow

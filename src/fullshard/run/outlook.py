@@ -27,8 +27,14 @@ from fullshard.models.build import (
     sharding_for,
     weights_source,
 )
-from fullshard.outlook.calibration import FILE_NAME, Calibration, read_calibration
-from fullshard.outlook.devices import Device, Gpus, find_device
+from fullshard.outlook.devices import (
+    CALIBRATION_FILE,
+    Calibration,
+    Device,
+    Gpus,
+    find_device,
+    read_calibration,
+)
 from fullshard.outlook.memory import (
     GIB,
     LAUNCHER_PROCESS,
@@ -398,7 +404,7 @@ def _with_choices(config: RunConfig, outlook: Outlook, free: Sequence[str]) -> R
 
 def known_calibration(world_size: int) -> Calibration | None:
     """The result of `fullshard bench calibrate` for this machine and number of ranks, if any."""
-    path = cache_folder() / FILE_NAME
+    path = cache_folder() / CALIBRATION_FILE
     try:
         found = read_calibration(path) if path.is_file() else None
     except (ConfigError, OSError):  # `fullshard plan` reports it
