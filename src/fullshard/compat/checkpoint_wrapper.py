@@ -23,7 +23,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.engine.recompute import make_recompute
+from fullshard.engine.modules import make_recompute
 from fullshard.errors import NotOfferedError
 
 logger = logging.getLogger(__name__)

@@ -51,11 +51,11 @@ from fullshard.engine.model_spec import (
     places_of,
     refuse_overlaps,
 )
+from fullshard.engine.modules import cast_tensors
 from fullshard.engine.norms import GradientNorms, from_host
 from fullshard.engine.optimizers import WATCHED
 from fullshard.engine.parameter import Guarded, PendingGradient, ShardedParameter, ShardedTensor
 from fullshard.engine.placing import present, shard_shape
-from fullshard.engine.precision import cast_tensors
 from fullshard.engine.record import (
     ShardRecord,
     address_of,

@@ -29,11 +29,10 @@ from fullshard.engine.model_spec import (
     places_of,
     spec_of,
 )
+from fullshard.engine.modules import apply_dtypes, apply_recompute, convert_reentrant
 from fullshard.engine.optimizers import WATCHED
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.placing import Masters
-from fullshard.engine.precision import apply_dtypes
-from fullshard.engine.recompute import apply_recompute, convert_reentrant
 from fullshard.engine.replicas import check_equal_start
 from fullshard.engine.state import hook_loading
 from fullshard.engine.tracing import trace_order

@@ -55,8 +55,8 @@ from fullshard.engine._torch_compat import call_outside_compile
 from fullshard.engine.engine import Engine
 from fullshard.engine.homes import default_device
 from fullshard.engine.model_spec import NEVER_CALLED
+from fullshard.engine.modules import cast_output
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.precision import cast_output
 from fullshard.engine.state import unsharded
 from fullshard.errors import (
     MisuseAssertionError,
