@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import fullshard as fs
-from fullshard.bench.ranks import proportional_bytes, return_free_memory
+from fullshard.bench.measurement import proportional_bytes, return_free_memory
 from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError
 from fullshard.planner.schedule import EventKind

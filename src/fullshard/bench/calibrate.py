@@ -26,8 +26,7 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.bench.comm import TimedExchange, plan_buffer, resolve
-from fullshard.bench.page import Neighbours, Say
-from fullshard.bench.ranks import run_ranks, timed
+from fullshard.bench.measurement import Neighbours, Say, run_ranks, timed
 from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig
 from fullshard.engine.engine import Engine, engine_of

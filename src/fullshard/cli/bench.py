@@ -15,7 +15,7 @@ from fullshard.cli.outcome import Outcome, check_out
 from fullshard.errors import ConfigError, VerifyError, WillNotFitError, untrusted
 
 if TYPE_CHECKING:
-    from fullshard.bench.page import Page
+    from fullshard.bench.measurement import Page
     from fullshard.bench.step import Case, Peer
 
 WaitFlag = Annotated[
