@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,15 +40,12 @@ from fullshard.models.build import build_sharded, given_model_config
 from fullshard.models.config import build_model
 from fullshard.outlook.devices import Calibration, Ceilings, HostOverhead, Point, Table, to_json
 from fullshard.planner.mesh import Mesh
+from fullshard.planner.plan import Plan
+from fullshard.planner.tracing import Work
 from fullshard.recipes.base import causal_lm_loss
 from fullshard.run.optim import build_optimizer
 from fullshard.transport.base import Axes, FakeTransport, Reduction, Works
 from fullshard.transport.groups import make_transport
-
-if TYPE_CHECKING:
-    from fullshard.planner.plan import Plan
-    from fullshard.planner.tracing import Work
-
 
 KIB, MIB = 1 << 10, 1 << 20
 HELD_BYTES = 48 * MIB  # results of one repetition

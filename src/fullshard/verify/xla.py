@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from fullshard.engine.hugging_face import read_config
 from fullshard.errors import ConfigError
 from fullshard.models.config import quiet_libraries
 from fullshard.models.small import NUM_LAYERS, model_arguments, shrink
-from fullshard.planner.arrays import ArrayPlan
+from fullshard.planner.arrays import ArrayPlan, ArraysPlan
 from fullshard.planner.mesh import row_of
 from fullshard.run.on_xla import state_of, torch_weights
 from fullshard.saving import SaveSettings
@@ -53,10 +53,6 @@ from fullshard.xla.loss import Decoder, next_token
 from fullshard.xla.opt_state import trained
 from fullshard.xla.plan import XlaPlan, mesh_for
 from fullshard.xla.step import State, Step, train_step
-
-if TYPE_CHECKING:
-    from fullshard.planner.arrays import ArraysPlan
-
 
 NUM_STEPS = 20
 LEARNING_RATE = 1e-3  # rounding noise grows faster with larger steps
