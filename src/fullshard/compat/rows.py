@@ -263,7 +263,7 @@ def _sync(norms: Any, *, reads: bool = False) -> None:
     for one, (is_written, is_changed, _) in both:
         if is_written and is_changed:
             raise one.misuse(_LOADED.format("the weights changed"))
-    with _busy(), torch.no_grad():
+    with inside(_BUSY), torch.no_grad():
         for one, (is_written, _, _) in both:
             if is_written:
                 one.load()
@@ -277,12 +277,13 @@ def _sync(norms: Any, *, reads: bool = False) -> None:
 
 
 @contextmanager
-def _busy() -> Generator[None]:
-    _BUSY.append(1)
+def inside(calls: list[int]) -> Generator[None]:
+    """Counts a call while the context is open."""
+    calls.append(1)
     try:
         yield
     finally:
-        _BUSY.pop()
+        calls.pop()
 
 
 def settle(values: Iterable[Any]) -> None:
