@@ -15,32 +15,20 @@
     |-- ShardedTensorError            1   an operation that needs the whole tensor got a shard
     |   `-- NotElementwiseError       1   an optimizer whose update of an element depends on others
     `-- EngineError (RuntimeError)    1   the engine was used in an unsupported way
-        |-- SlotError                 1   two units need one slot at once, or a slot is stale
-        `-- MisuseError               1   a compat interface was used in a way that it refuses
-            |-- MisuseValueError (ValueError), MisuseTypeError (TypeError)
-            |-- MisuseAssertionError (AssertionError)
-            |-- NoSuchPartError (AttributeError)
-            `-- NotOfferedError (NotImplementedError)
+        `-- SlotError                 1   two units need one slot at once, or a slot is stale
 
 The number is the exit code of every command (130 is reserved for an interrupt).
-Errors of the compat interfaces also have the types that the originals raise.
 Messages have one form: what was expected, what was given, what to do.
-
-Several problems of one input are one error, ConfigProblems. Each is a line of one grammar:
-
-    train.yaml:12: sharding.strategy: expected one of full_shard, no_shard; got 'ful'. Did you ...?
-    ^ place        ^ key              ^ expected                            ^ got      ^ advice
 """
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import logging
 import re
 import sys
 import unicodedata
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -187,30 +175,6 @@ class SlotError(EngineError):
     """Two units need one slot at once, or a slot contains another unit's data."""
 
 
-class MisuseError(EngineError):
-    """A call that the interface refuses."""
-
-
-class MisuseValueError(MisuseError, ValueError):
-    """A MisuseError where the interface raises a ValueError."""
-
-
-class MisuseTypeError(MisuseError, TypeError):
-    """A MisuseError where the interface raises a TypeError."""
-
-
-class MisuseAssertionError(MisuseError, AssertionError):
-    """A MisuseError where the interface raises an AssertionError."""
-
-
-class NoSuchPartError(MisuseError, AttributeError):
-    """A part of torch's engine that does not exist here."""
-
-
-class NotOfferedError(MisuseError, NotImplementedError):
-    """A part of the interface that is not supported; names the alternative."""
-
-
 def ran_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that memory could not be allocated.
 
@@ -300,83 +264,3 @@ def _for_other_ranks(error: Exception, rank: int) -> tuple[type[FullshardError],
         return type(error), str(error)
     kind = OutOfMemoryError if ran_out_of_memory(error) else EngineError
     return kind, f"rank {rank}: {type(error).__name__}: {error}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """A single problem of an input.
-
-    Args:
-        key: dotted key, `sharding.strategy`; empty for the input as a whole.
-        expected: description of valid values: `an integer >= 0`. Empty if `got` is enough.
-        got: the given value, in words: `'ful'`, `a list`.
-        advice: what to do, in one or two sentences; may be empty.
-        place: `train.yaml:12` or `command line`; set by the loader.
-    """
-
-    key: str
-    expected: str
-    got: str
-    advice: str = ""
-    place: str = ""
-
-    def __str__(self) -> str:
-        """The problem as one line in the grammar above."""
-        separator = "; " if "," in self.expected else ", "
-        said = f"expected {self.expected}{separator}got {self.got}" if self.expected else self.got
-        head = ": ".join(part for part in (self.place, self.key, said) if part)
-        return f"{head}. {self.advice}".rstrip() if self.advice else head
-
-    def below(self, prefix: str) -> Problem:
-        """The problem with its key below another key."""
-        return dataclasses.replace(self, key=join_key(prefix, self.key))
-
-
-class ConfigProblems(ConfigError):
-    """A ConfigError with a list of problems, so that a caller can add places."""
-
-    def __init__(self, problems: Iterable[Problem]) -> None:
-        """Formats the problems: a single one as a line, several as a list."""
-        self.problems = tuple(problems)
-        assert self.problems, "an error needs at least one problem"
-        super().__init__(_text(self.problems))
-
-    def __reduce__(self) -> tuple[type[ConfigProblems], tuple[tuple[Problem, ...]]]:
-        """Pickle by problems: errors travel between processes."""
-        return (type(self), (self.problems,))
-
-    def map(self, change: Callable[[Problem], Problem]) -> ConfigProblems:
-        """A new error with a function applied to every problem."""
-        return ConfigProblems(change(problem) for problem in self.problems)
-
-
-def join_key(*parts: str) -> str:
-    """Joins `sharding` and `strategy` to `sharding.strategy`; skips empty parts."""
-    return ".".join(part for part in parts if part)
-
-
-def show(value: object) -> str:
-    """A value in the form of messages: text quoted, flags and null as in YAML."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return str(value).lower()
-        case str():
-            text = repr(str(value))  # an enum member by its word
-        case int() | float():
-            text = repr(value)
-        case dict():
-            return "a mapping"
-        case list() | tuple():
-            return "a list" if value else "an empty list"
-        case _:
-            text = str(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _text(problems: tuple[Problem, ...]) -> str:
-    if len(problems) == 1:
-        return str(problems[0])
-    lines = "".join(f"\n  {problem}" for problem in problems)
-    return f"{len(problems)} problems:{lines}"

@@ -9,7 +9,7 @@ from support.processes import python
 
 PACKAGE = Path(fullshard.__file__).parent
 RECIPE = '''"""Prefer the better of two answers."""
-from fullshard.errors import Problem
+from fullshard.config.values import Problem
 from fullshard.recipes.registry import RecipeCommand
 
 def check(config, command):

@@ -16,7 +16,8 @@ import typer
 from fullshard.cli.arguments import DryRunFlag, say_lost
 from fullshard.cli.outcome import Outcome, launch_outcome
 from fullshard.config.regular_files import did_you_mean_path
-from fullshard.errors import ConfigError, ConfigProblems, untrusted
+from fullshard.config.values import ConfigProblems
+from fullshard.errors import ConfigError, untrusted
 
 if TYPE_CHECKING:
     from fullshard.config.load import Resolved

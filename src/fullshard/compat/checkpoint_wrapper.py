@@ -23,8 +23,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from fullshard.compat import NotOfferedError
 from fullshard.engine.modules import make_recompute
-from fullshard.errors import NotOfferedError
 
 logger = logging.getLogger(__name__)
 

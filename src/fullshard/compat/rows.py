@@ -27,13 +27,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_leaves
 
+from fullshard.compat import MisuseError
 from fullshard.compat.wrapping import topology
 from fullshard.engine._torch_compat import storage_use_count
 from fullshard.engine.engine import Engine
 from fullshard.engine.norms import by_model, from_host
 from fullshard.engine.optimizers import loaded_state
 from fullshard.engine.parameter import ShardedGradient, ShardedParameter, params_of, shards_in
-from fullshard.errors import MisuseError
 from fullshard.planner.layout import clean_name
 from fullshard.planner.mesh import Mesh
 

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard.compat import rows
+from fullshard.compat import MisuseError, MisuseValueError, rows
 from fullshard.compat.wrapping import (
     before_change,
     cut,
@@ -47,7 +47,6 @@ from fullshard.engine.optimizers import WATCHED, loaded_state
 from fullshard.engine.owned import OwnedOptimizer
 from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.engine.record import BEFORE_READ
-from fullshard.errors import MisuseError, MisuseValueError
 from fullshard.planner.layout import clean_name
 
 

@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
+from fullshard.compat import MisuseError, MisuseValueError, NotOfferedError
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
 from fullshard.config.values import DType, Strategy, TransportKind, WrapKind
@@ -68,13 +69,7 @@ from fullshard.engine.record import (
 )
 from fullshard.engine.shard import ShardInputs, refuse_shared_memory, shard_model
 from fullshard.engine.unit import Group, Member, gather_piece
-from fullshard.errors import (
-    EngineError,
-    MisuseError,
-    MisuseValueError,
-    NotOfferedError,
-    UnsupportedModelError,
-)
+from fullshard.errors import EngineError, UnsupportedModelError
 from fullshard.observe import watchdog
 from fullshard.observe.hang import EventRing
 from fullshard.planner.layout import FlatLayout, Slice, clean_name

@@ -19,7 +19,8 @@ import yaml
 
 from fullshard.config.keys import FREE, PLAIN_KEYS, is_free
 from fullshard.config.regular_files import did_you_mean_path, read_regular
-from fullshard.errors import ConfigProblems, FullshardError, Problem, join_key
+from fullshard.config.values import ConfigProblems, Problem, join_key
+from fullshard.errors import FullshardError
 
 MOST_BY_ALIASES = 10_000
 _MERGE = "tag:yaml.org,2002:merge"

@@ -59,8 +59,8 @@ from fullshard.config.keys import (
 from fullshard.config.schema import ModelConfig, RunConfig, ShardConfig
 from fullshard.config.supported import check_supported, idle
 from fullshard.config.training import MOVED, MOVES, UNASKED, Move, names
-from fullshard.config.values import did_you_mean
-from fullshard.errors import ConfigProblems, FullshardError, Problem, join_key, show
+from fullshard.config.values import ConfigProblems, Problem, did_you_mean, join_key, show
+from fullshard.errors import FullshardError
 
 _NO_MODEL = {"name_or_path": None, "config": None, "trust_remote_code": False}
 

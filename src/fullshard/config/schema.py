@@ -23,8 +23,17 @@ from fullshard.config.fields import (
 )
 from fullshard.config.sharding import ShardConfig
 from fullshard.config.training import TrainingConfig
-from fullshard.config.values import Backend, DistillLoss, DType, HomeKind, Strategy, TokenDType
-from fullshard.errors import ConfigProblems, Problem, show
+from fullshard.config.values import (
+    Backend,
+    ConfigProblems,
+    DistillLoss,
+    DType,
+    HomeKind,
+    Problem,
+    Strategy,
+    TokenDType,
+    show,
+)
 
 
 class ModelConfig(Section):

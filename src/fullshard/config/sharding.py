@@ -26,10 +26,12 @@ from fullshard.config.fields import (
 )
 from fullshard.config.values import (
     PREFETCH_DEPTHS,
+    ConfigProblems,
     DType,
     GradReduction,
     GradSync,
     HomeKind,
+    Problem,
     Recompute,
     RecomputeKind,
     ReductionKind,
@@ -42,7 +44,6 @@ from fullshard.config.values import (
     spellings,
     words_of,
 )
-from fullshard.errors import ConfigProblems, Problem
 
 Wrap = WrapKind | tuple[str, ...] | Callable[..., Any]
 

@@ -19,19 +19,22 @@ from fullshard.config.sharding import Offload
 from fullshard.config.values import (
     BY_OWNER,
     Backend,
+    ConfigProblems,
     DistillLoss,
     DType,
     GradSync,
     IntervalStrategy,
     LrSchedule,
     Optimizer,
+    Problem,
     Recompute,
     RecomputeKind,
     Strategy,
     TransportKind,
     WrapKind,
+    join_key,
+    show,
 )
-from fullshard.errors import ConfigProblems, Problem, join_key, show
 
 # Fields of a section: advice until they are supported, and the unsupported values (if none are
 # listed, all but the default).

@@ -39,15 +39,17 @@ from fullshard.config.fields import (
     to_number,
 )
 from fullshard.config.values import (
+    ConfigProblems,
     IntervalStrategy,
     LrSchedule,
     MatmulPrecision,
     Optimizer,
+    Problem,
     Tracker,
     did_you_mean,
+    show,
     words_of,
 )
-from fullshard.errors import ConfigProblems, Problem, show
 
 
 def _read_steps(value: object) -> object:

@@ -49,7 +49,7 @@ from pydantic import Field, PositiveInt, TypeAdapter, ValidationError
 from fullshard.config.fields import Count, Flag, Number, Section
 from fullshard.config.files import read_file
 from fullshard.config.regular_files import packaged_table, read_regular
-from fullshard.errors import ConfigProblems, Problem, show
+from fullshard.config.values import ConfigProblems, Problem, show
 from fullshard.planner.text import format_json
 from fullshard.planner.tracing import ROWS, VIEW, Operation
 

@@ -18,7 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fullshard.errors import ConfigError, ConfigProblems, DataError, Problem
+from fullshard.config.values import ConfigProblems, Problem
+from fullshard.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from fullshard.config.files import File

@@ -38,7 +38,14 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from fullshard.compat import state_dicts
+from fullshard.compat import (
+    MisuseAssertionError,
+    MisuseError,
+    MisuseValueError,
+    NoSuchPartError,
+    NotOfferedError,
+    state_dicts,
+)
 from fullshard.compat.fsdp1 import options
 from fullshard.compat.fsdp1.options import TrainingState, auto_wrap
 from fullshard.compat.state_dicts import HoldsShards, Wanted
@@ -65,13 +72,6 @@ from fullshard.engine.engine import Engine
 from fullshard.engine.full_state import whole_params
 from fullshard.engine.model_spec import places_of
 from fullshard.engine.state import unsharded
-from fullshard.errors import (
-    MisuseAssertionError,
-    MisuseError,
-    MisuseValueError,
-    NoSuchPartError,
-    NotOfferedError,
-)
 from fullshard.planner.layout import clean_name
 from fullshard.planner.mesh import row_of
 from fullshard.planner.schedule import Sync

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fullshard import api
+from fullshard.compat import MisuseValueError
 from fullshard.compat.checkpoint_wrapper import checkpoint_wrapper
 from fullshard.compat.fsdp2.fully_shard import mark_unit
 from fullshard.compat.wrapping import (
@@ -25,7 +26,6 @@ from fullshard.compat.wrapping import (
 )
 from fullshard.config.values import DType, Strategy, WrapKind, parse
 from fullshard.engine.model_spec import NEVER_CALLED, spec_of
-from fullshard.errors import MisuseValueError
 from fullshard.planner.wrap import choose_units, repeated_blocks
 from fullshard.transport.base import torch_dtype
 

@@ -29,7 +29,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fullshard.compat import rows, state_dicts
+from fullshard.compat import (
+    MisuseAssertionError,
+    MisuseError,
+    MisuseValueError,
+    NotOfferedError,
+    rows,
+    state_dicts,
+)
 from fullshard.compat.state_dicts import HoldsShards, Wanted
 from fullshard.compat.wrapping import (
     Wrapped,
@@ -58,12 +65,6 @@ from fullshard.engine.model_spec import NEVER_CALLED
 from fullshard.engine.modules import cast_output
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.state import unsharded
-from fullshard.errors import (
-    MisuseAssertionError,
-    MisuseError,
-    MisuseValueError,
-    NotOfferedError,
-)
 from fullshard.launch.rendezvous import init_process_group
 from fullshard.planner.mesh import order_of
 from fullshard.planner.schedule import Sync

@@ -31,8 +31,7 @@ from typing import Any, Union, cast
 
 from fullshard.config.fields import Rejected, means_same, to_flag, to_number
 from fullshard.config.regular_files import packaged_table
-from fullshard.config.values import did_you_mean, words_of
-from fullshard.errors import ConfigProblems, Problem, show
+from fullshard.config.values import ConfigProblems, Problem, did_you_mean, show, words_of
 
 
 class Status(StrEnum):

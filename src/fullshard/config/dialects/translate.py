@@ -29,8 +29,7 @@ from fullshard.config.fields import Rejected
 from fullshard.config.files import File, Origin, OriginKind, find, interpolated, read_file
 from fullshard.config.keys import canonical
 from fullshard.config.schema import RunConfig
-from fullshard.config.values import did_you_mean, words_of
-from fullshard.errors import ConfigProblems, Problem, join_key, show
+from fullshard.config.values import ConfigProblems, Problem, did_you_mean, join_key, show, words_of
 
 
 @dataclasses.dataclass(frozen=True)

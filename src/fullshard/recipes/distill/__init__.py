@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from fullshard.config.values import Backend, DistillLoss
-from fullshard.errors import Problem, show
+from fullshard.config.values import Backend, DistillLoss, Problem, show
 from fullshard.recipes.registry import Command, RecipeCommand
 from fullshard.recipes.sft import check as check_chats
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from fullshard.errors import Problem, show
+from fullshard.config.values import Problem, show
 from fullshard.recipes.registry import Command, RecipeCommand, of_other
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from fullshard.config.values import Backend
-from fullshard.errors import Problem
+from fullshard.config.values import Backend, Problem
 from fullshard.recipes.registry import Command, RecipeCommand
 
 if TYPE_CHECKING:
