@@ -74,7 +74,7 @@ STANDS_S = 1.0  # a rank at one position for this long publishes the collectives
 MOVED_S = 0.002  # CPU time between two samples below which a thread counts as waiting
 LAST_EVENTS = 16
 
-_PACKAGE = str(Path(__file__).parents[2])
+_PACKAGE = str(Path(__file__).parents[1])
 _COLLECTIVES = f"{_PACKAGE}/transport/"
 _RUNTIME = f"{_PACKAGE}/engine/step.py"
 _LIBRARIES = (_PACKAGE, *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
