@@ -9,8 +9,14 @@ from typing import Annotated
 import typer
 
 from benchmarks.command import JsonFlag, command_line, run_script
-from fullshard.bench.page import Neighbours, Page, Say, largest_difference, paired_ratio
-from fullshard.bench.ranks import run_ranks
+from fullshard.bench.measurement import (
+    Neighbours,
+    Page,
+    Say,
+    largest_difference,
+    paired_ratio,
+    run_ranks,
+)
 from fullshard.bench.step import REFERENCE, Case, find_case
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome

@@ -13,8 +13,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.command import JsonFlag, command_line, run_script
-from fullshard.bench.page import Neighbours, Page
-from fullshard.bench.ranks import run_ranks
+from fullshard.bench.measurement import Neighbours, Page, run_ranks
 from fullshard.bench.step import Case, find_case
 from fullshard.cli.bench import OutFlag, say, show
 from fullshard.cli.outcome import Outcome

@@ -24,7 +24,7 @@ from fullshard.bench.engines import (
 )
 from fullshard.engine import step as actions
 from fullshard.engine.engine import Engine, engine_of
-from fullshard.planner.events import EventKind
+from fullshard.planner.schedule import EventKind
 
 WARM_UP_STEPS = 2  # the first shows the order of units, the second runs it
 COPIES = ("copy", "cat", "clone", "stack")  # in the names of what copies and does nothing else

@@ -24,7 +24,7 @@ import psutil
 import typer
 
 from benchmarks.command import JsonFlag, command_line, run_script
-from fullshard.bench.page import Neighbours, Page
+from fullshard.bench.measurement import Neighbours, Page
 from fullshard.cli.bench import OutFlag, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.config.environment import current_variables

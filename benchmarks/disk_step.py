@@ -31,8 +31,7 @@ from torch import nn
 import fullshard as fs
 from benchmarks.command import JsonFlag, command_line, run_script
 from fullshard.bench.io import CHUNK, MIB, WIDTH
-from fullshard.bench.page import Neighbours, Page, paired_ratio, slowest
-from fullshard.bench.ranks import run_ranks, timed
+from fullshard.bench.measurement import Neighbours, Page, paired_ratio, run_ranks, slowest, timed
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.errors import ConfigError

@@ -24,7 +24,7 @@ from typing import Any
 
 from scipy.stats import t as student_t
 
-from fullshard.bench.page import Neighbours, Page
+from fullshard.bench.measurement import Neighbours, Page
 
 SIDES = ("distilled", "alone")
 CONFIDENCE = 0.95

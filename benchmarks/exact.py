@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.command import JsonFlag, command_line, run_script
-from fullshard.bench.page import Neighbours, Page
+from fullshard.bench.measurement import Neighbours, Page
 from fullshard.cli.bench import OutFlag, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.errors import ConfigError, FullshardError

@@ -26,7 +26,7 @@ from benchmarks.delay import delayed, wire_of
 from benchmarks.host import OURS, PLAIN, REFERENCE, fake_group
 from benchmarks.llama import LLAMA, TINY, Llama, LlamaBlock, Shape, build
 from fullshard.bench.calibrate import IdleTransport, make_idle
-from fullshard.bench.page import Estimate, Neighbours, Page, Say, paired_ratio
+from fullshard.bench.measurement import Estimate, Neighbours, Page, Say, paired_ratio
 from fullshard.cli.bench import OutFlag, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.engine.engine import engine_of

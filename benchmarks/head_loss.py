@@ -19,7 +19,7 @@ import typer
 
 from benchmarks.command import JsonFlag, command_line, run_script
 from benchmarks.memory_rank import live_peak_bytes
-from fullshard.bench.page import Neighbours, Page, paired_ratio
+from fullshard.bench.measurement import Neighbours, Page, paired_ratio
 from fullshard.cli.bench import OutFlag, show
 from fullshard.cli.outcome import Outcome
 from fullshard.config.schema import TrainingConfig

@@ -20,7 +20,7 @@ from torch import nn
 import fullshard as fs
 from benchmarks.command import JsonFlag, command_line, run_script
 from fullshard.bench.calibrate import make_idle
-from fullshard.bench.page import Estimate, Neighbours, Page, Say, median_of
+from fullshard.bench.measurement import Estimate, Neighbours, Page, Say, median_of
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.engine.engine import engine_of

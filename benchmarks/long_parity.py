@@ -14,7 +14,7 @@ import typer
 
 from benchmarks.command import JsonFlag, run_script
 from benchmarks.svg_lines import Axes, svg_lines
-from fullshard.bench.ranks import run_ranks
+from fullshard.bench.measurement import run_ranks
 from fullshard.bench.step import Case
 from fullshard.cli.bench import OutFlag
 from fullshard.cli.outcome import Outcome

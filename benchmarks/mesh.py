@@ -15,16 +15,16 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.command import JsonFlag, command_line, run_script
-from fullshard.bench.page import (
+from fullshard.bench.measurement import (
     Neighbours,
     Page,
     describe_versions,
     largest_difference,
     median_of,
     paired_ratio,
+    run_ranks,
     slowest,
 )
-from fullshard.bench.ranks import run_ranks
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
 

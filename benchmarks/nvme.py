@@ -27,16 +27,17 @@ import fullshard as fs
 from benchmarks.command import JsonFlag, command_line, run_script
 from benchmarks.disk_step import STATE_PER_LAYER
 from fullshard.bench.io import MIB, WIDTH
-from fullshard.bench.page import (
+from fullshard.bench.measurement import (
     Neighbours,
     Page,
     describe_versions,
     largest_difference,
     median_of,
     paired_ratio,
+    run_ranks,
     slowest,
+    timed,
 )
-from fullshard.bench.ranks import run_ranks, timed
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.errors import ConfigError

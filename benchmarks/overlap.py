@@ -25,8 +25,7 @@ from benchmarks.timeline import (
     hidden_share,
     slices_of,
 )
-from fullshard.bench import ranks
-from fullshard.bench.page import Neighbours, Page, Say
+from fullshard.bench.measurement import Neighbours, Page, Say, run_ranks
 from fullshard.bench.step import Case
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
@@ -157,7 +156,7 @@ def run(job: Job, *, command: str, timeout_s: float, wait: bool, say: Say) -> Pa
     """Measures every depth and returns the page, with one step's trace among its files."""
     say(f"{job.case.describe()}: {job.num_rounds} rounds of prefetch depths {job.depths}")
     with Neighbours(wait=wait, say=say) as neighbours:
-        results = ranks.run_ranks(
+        results = run_ranks(
             MEASURE,
             job,
             job.case.num_ranks,

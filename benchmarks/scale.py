@@ -23,7 +23,7 @@ from benchmarks.scale_saves import (
     saves_us,
 )
 from benchmarks.svg_lines import Axes, svg_lines
-from fullshard.bench.page import Neighbours, Page, Say, bootstrap, median_of
+from fullshard.bench.measurement import Neighbours, Page, Say, bootstrap, median_of
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.config.schema import ShardConfig

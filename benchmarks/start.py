@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.command import JsonFlag, command_line, run_script
-from fullshard.bench.page import Neighbours, Page, paired_ratio
+from fullshard.bench.measurement import Neighbours, Page, paired_ratio
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.config.environment import current_variables

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
-from fullshard.planner.events import Event, EventKind, Recorder
+from fullshard.planner.schedule import Event, EventKind, Recorder
 
 LANES = ("compute", "gather", "reduce")
 COMPUTES = (EventKind.FORWARD, EventKind.BACKWARD)

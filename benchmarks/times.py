@@ -17,13 +17,13 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.command import JsonFlag, command_line, run_script
-from fullshard.bench.page import Neighbours, Page
+from fullshard.bench.measurement import Neighbours, Page
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig
 from fullshard.errors import ConfigError
-from fullshard.outlook.calibration import Calibration
+from fullshard.outlook.devices import Calibration
 from fullshard.outlook.predict import Machine, Outlook
 
 NAME = "benchmarks.times"
@@ -272,10 +272,10 @@ def main(
 ) -> Outcome:
     """Compare the planned step time with the measured one."""
     from fullshard.config.environment import cache_folder
-    from fullshard.outlook.calibration import FILE_NAME, read_calibration
+    from fullshard.outlook.devices import CALIBRATION_FILE, read_calibration
 
     cases = find_cases(case or ())
-    known = read_calibration(calibration or cache_folder() / FILE_NAME)
+    known = read_calibration(calibration or cache_folder() / CALIBRATION_FILE)
     options, command = Options(steps, wait), command_line(NAME)
     return show(run(cases, known, options, command=command, say=say), out)
 

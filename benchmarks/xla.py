@@ -18,8 +18,15 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.command import JsonFlag, command_line, run_script
-from fullshard.bench import ranks
-from fullshard.bench.page import Estimate, Neighbours, Page, Say, largest_difference, paired_ratio
+from fullshard.bench.measurement import (
+    Estimate,
+    Neighbours,
+    Page,
+    Say,
+    largest_difference,
+    paired_ratio,
+    run_ranks,
+)
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.errors import ConfigError, FullshardError
@@ -161,7 +168,7 @@ def run(job: Job, *, command: str, timeout_s: float, wait: bool, say: Say) -> Pa
 
 def _run_ranks(job: Job, timeout_s: float) -> list[dict[str, Any]]:
     what = f"bench jax: the ranks of {job.shape.name}"
-    return ranks.run_ranks(MEASURE, job, NUM_RANKS, what=what, timeout_s=timeout_s)
+    return run_ranks(MEASURE, job, NUM_RANKS, what=what, timeout_s=timeout_s)
 
 
 def page_of(

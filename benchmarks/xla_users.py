@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import fullshard.jax as fj
 from benchmarks.command import JsonFlag, command_line, run_script
-from fullshard.bench.page import Estimate, Neighbours, Page, paired_ratio
+from fullshard.bench.measurement import Estimate, Neighbours, Page, paired_ratio
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.launch.machine import describe_versions

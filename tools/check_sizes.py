@@ -27,17 +27,17 @@ EXEMPT = ("src/fullshard/compat/",)
 # number when code goes, never raise one without a line in docs/log.md that says what it bought.
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
-    "bench": 1_665,
-    "config": 3_431,
-    "cli": 2_090,
-    "engine + transport": 9_037,
-    "planner + outlook": 4_297,
-    "data + models + recipes + run + verify": 9_509,
-    "observe + launch": 3_468,
-    "compat + integrations": 3_037,
-    "xla + jax + xla_state": 3_060,
-    "checkpoint + formats": 2_990,
-    "in all": 43_655,
+    "bench": 1_671,
+    "config": 3_413,
+    "cli": 2_082,
+    "engine + transport": 9_041,
+    "planner + outlook": 4_286,
+    "data + models + recipes + run + verify": 9_550,
+    "observe + launch": 3_474,
+    "compat + integrations": 3_029,
+    "xla + jax + xla_state": 3_053,
+    "checkpoint + formats": 2_988,
+    "in all": 43_658,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -117,7 +117,9 @@ def package_of(path: str) -> str:
     """The name under which a file's code is counted: a package of fullshard, or the top folder."""
     parts = path.split("/")
     if parts[:2] == ["src", "fullshard"]:
-        return parts[2] if len(parts) > 3 else "(top level)"
+        name = parts[2].removesuffix(".py")
+        budgeted = " + ".join(BUDGETS).split(" + ")
+        return name if len(parts) > 3 or name in budgeted else "(top level)"
     return parts[0]
 
 

@@ -36,8 +36,8 @@ from fullshard.engine.shard import reset as reset
 from fullshard.engine.state import num_parameters as num_parameters
 from fullshard.errors import ConfigError, ShardedTensorError
 from fullshard.formats import orbax
-from fullshard.observe.hang import watchdog
-from fullshard.observe.hang.judge import EventRing
+from fullshard.observe import watchdog
+from fullshard.observe.hang import EventRing
 from fullshard.planner.mesh import Topology
 from fullshard.planner.optimizers import of_bytes
 from fullshard.planner.plan import Plan

@@ -8,7 +8,7 @@ from benchmarks.times import find_cases, summary
 from fullshard.bench.calibrate import TINY, KernelTimer, crowded, host_of
 from fullshard.engine.tracing import KINDS
 from fullshard.errors import ConfigError
-from fullshard.outlook.calibration import Ceilings, HostOverhead, Table, read_calibration
+from fullshard.outlook.devices import Ceilings, HostOverhead, Table, read_calibration
 from support import forked
 
 

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import scale
 
 from fullshard.bench.comm import resolve
-from fullshard.bench.page import Neighbours, Page
+from fullshard.bench.measurement import Neighbours, Page
 from fullshard.errors import ConfigError
 from support import forked
 

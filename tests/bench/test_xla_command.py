@@ -3,7 +3,7 @@
 import pytest
 from benchmarks import xla
 
-from fullshard.bench.page import Neighbours
+from fullshard.bench.measurement import Neighbours
 from support import forked
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import fullshard as fs
-from fullshard.bench.ranks import return_free_memory
+from fullshard.bench.measurement import return_free_memory
 from fullshard.data.tokenize import train_tokenizer
 from fullshard.engine.engine import engine_of
 from fullshard.formats.detect import open_source

@@ -4,7 +4,7 @@ import pytest
 
 from fullshard.cli.arguments import load
 from fullshard.cli.recipe import say_values
-from fullshard.recipes.distill.command import job
+from fullshard.recipes.distill import job
 
 
 @pytest.mark.parametrize(

@@ -8,25 +8,24 @@ import fullshard
 from support.processes import python
 
 PACKAGE = Path(fullshard.__file__).parent
-COMMAND = """
-from fullshard.config.problems import Problem
+RECIPE = '''"""Prefer the better of two answers."""
+from fullshard.config.values import Problem
 from fullshard.recipes.registry import RecipeCommand
 
 def check(config, command):
     if config.training.max_steps == 7:
         yield Problem("training.max_steps", "another number of steps", "7")
 
+EXAMPLE = "model=FOLDER"
 COMMAND = RecipeCommand(check=check)
-"""
-HELP = '"""Prefer the better of two answers."""\nEXAMPLE = "model=FOLDER"\n'
+'''
 
 
 def test_a_folder_and_a_line_make_a_command(tmp_path):
     shutil.copytree(PACKAGE, tmp_path / "fullshard", ignore=shutil.ignore_patterns("__pycache__"))
     recipes = tmp_path / "fullshard" / "recipes"
     (recipes / "dpo").mkdir()
-    (recipes / "dpo" / "__init__.py").write_text(HELP)
-    (recipes / "dpo" / "command.py").write_text(COMMAND)
+    (recipes / "dpo" / "__init__.py").write_text(RECIPE)
     registry = (recipes / "registry.py").read_text()
     line = '    SFT = "sft", "sft"\n'
     assert line in registry

@@ -10,8 +10,8 @@ from fullshard.cli.app import invoke
 from fullshard.config.environment import cache_folder
 from fullshard.config.load import load_config
 from fullshard.launch.machine import describe_machine
-from fullshard.outlook.calibration import (
-    FILE_NAME,
+from fullshard.outlook.devices import (
+    CALIBRATION_FILE,
     Calibration,
     Ceilings,
     HostOverhead,
@@ -93,7 +93,7 @@ def time_of_a_run():
 
 
 def test_the_calibration_of_this_machine_is_found_where_it_is_written(plan, file):
-    path = cache_folder() / FILE_NAME
+    path = cache_folder() / CALIBRATION_FILE
     path.parent.mkdir(parents=True)
     path.write_text(file.read_text())
     assert plan()[0]["step_time_s"] == plan("--calibration", file)[0]["step_time_s"]

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor
 
 import fullshard as fs
-from fullshard.compat.errors import MisuseError
+from fullshard.compat import MisuseError
 from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from fullshard.compat.fsdp1 import always_wrap_policy
 from fullshard.compat.fsdp2 import fully_shard

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import fullshard as fs
 from fullshard.engine.engine import engine_of, is_sharded
-from fullshard.planner.events import EventKind
+from fullshard.planner.schedule import EventKind
 from support.grid import STRATEGIES, marked, prefetching
 from support.models import CHAIN, chain, mean_square, vectors
 from support.parity import (

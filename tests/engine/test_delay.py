@@ -14,7 +14,7 @@ from benchmarks.timeline import OnWire, Timeline, slices_of
 import fullshard as fs
 from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError
-from fullshard.planner.events import Event, EventKind
+from fullshard.planner.schedule import Event, EventKind
 from support.models import chain, mean_square, vectors
 from support.ranks import on_ranks
 

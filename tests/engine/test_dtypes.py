@@ -10,7 +10,7 @@ from torch import nn
 import fullshard as fs
 from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError
-from fullshard.planner.events import EventKind
+from fullshard.planner.schedule import EventKind
 from support.grid import chequered
 from support.models import CASES, CHAIN, Chain, float32_batch, float32_model, perturbed, vectors
 from support.parity import (

@@ -12,7 +12,7 @@ from fullshard.engine.model_spec import meta_model
 from fullshard.engine.tracing import trace_work
 from fullshard.planner.tracing import Operation
 from fullshard.recipes.base import causal_lm_loss
-from fullshard.run.tracing import Tracer
+from fullshard.run.outlook import Tracer
 
 BATCH, LENGTH, WIDTH, INNER, HEADS, WORDS = 2, 24, 32, 48, 4, 96
 SIZES = {

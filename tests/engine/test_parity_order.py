@@ -13,9 +13,9 @@ import torch.distributed as dist
 import fullshard as fs
 from fullshard.engine import placing
 from fullshard.engine.engine import engine_of
-from fullshard.planner.events import EventKind
 from fullshard.planner.memory import most_spilled_bytes
-from fullshard.transport.shared import home
+from fullshard.planner.schedule import EventKind
+from fullshard.transport import shared
 from support.grid import PAIRED, STRATEGIES, in_turn, marked, prefetching
 from support.models import CHAIN, WIDTH, chain, mean_square, vectors
 from support.parity import assert_parity, assert_planned_events, backward_alone, unlike_gradients
@@ -241,7 +241,7 @@ def learn_beside_peers(order, is_alone, monkeypatch):
 
     Where segments are made, all ranks meet: by then, none may map a former one.
     """
-    made, old, alive, share = [], [], [], home.share_segment
+    made, old, alive, share = [], [], [], shared.share_segment
 
     def note(*given):
         alive.extend(mapping() is not None for mapping in old)
@@ -249,7 +249,7 @@ def learn_beside_peers(order, is_alone, monkeypatch):
         made.append(weakref.ref(segment.mapping))
         return segment
 
-    monkeypatch.setattr(home, "share_segment", note)
+    monkeypatch.setattr(shared, "share_segment", note)
     model: Any = fs.shard(chain(), wrap=["Block"], transport="shared", offload="cpu", poison=True)
     alone = chain()
     CHAIN.work(model, 0, dist.get_rank(), order=order)

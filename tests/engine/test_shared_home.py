@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 import fullshard as fs
-from fullshard.bench.ranks import proportional_bytes, return_free_memory
+from fullshard.bench.measurement import proportional_bytes, return_free_memory
 from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError
-from fullshard.planner.events import EventKind
+from fullshard.planner.schedule import EventKind
 from support.models import Chain, perturbed, vectors
 from support.parity import whole_gradients, whole_params
 from support.ranks import on_ranks

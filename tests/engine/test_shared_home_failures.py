@@ -19,8 +19,8 @@ import torch.distributed as dist
 import fullshard as fs
 from fullshard.config import host_memory
 from fullshard.errors import OutOfMemoryError
-from fullshard.transport.shared import segment
-from fullshard.transport.shared.segment import Mark
+from fullshard.transport import segment
+from fullshard.transport.segment import Mark
 from support import forked as subprocess
 from support.models import Chain, perturbed, vectors
 from support.parity import whole_params

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fullshard as fs
-from fullshard.bench.ranks import proportional_bytes, return_free_memory
+from fullshard.bench.measurement import proportional_bytes, return_free_memory
 from fullshard.engine.engine import engine_of
 
 WIDTH, NUM_BLOCKS = 4096, 7

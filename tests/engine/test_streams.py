@@ -459,11 +459,12 @@ WAITS = [
     mutant
     for package in (engine, transport)
     for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
-    if not found.name.endswith(("transport.direct", "transport.streams", "engine.disk"))
+    if not found.name.endswith((".shared", ".segment", "transport.streams", "engine.disk"))
     for mutant in calls_of(
         importlib.import_module(found.name), ("wait", "join", "keep", "finish", "await_host")
     )
     if not any(other in mutant.text for other in NO_WAITS)
+    and not mutant.function.startswith("DirectTransport")
 ]
 FIRST = ("leaves_out_a_block", "differentiates_inside_backward")  # most waits that are left out
 SHORT = sorted(

@@ -138,7 +138,7 @@ def test_two_launches_at_a_time_write_into_logs_of_their_own(launch, tmp_path):
 
 
 SAYS_ITS_REPORT = """
-from fullshard.observe.hang import watchdog
+from fullshard.observe import watchdog
 print(watchdog.current().hang_file)
 """
 

@@ -15,8 +15,8 @@ from benchmarks.timeline import (
     slices_of,
 )
 
-from fullshard.observe.hang.judge import EventRing
-from fullshard.planner.events import Event, EventKind
+from fullshard.observe.hang import EventRing
+from fullshard.planner.schedule import Event, EventKind
 
 GATHER, FORWARD, RELEASE = EventKind.GATHER, EventKind.FORWARD, EventKind.RELEASE
 BACKWARD, REDUCE = EventKind.BACKWARD, EventKind.REDUCE

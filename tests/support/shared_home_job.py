@@ -11,7 +11,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import fullshard as fs
-from fullshard.transport.shared.segment import Board, Mark
+from fullshard.transport.segment import Board, Mark
 from support.models import Chain, vectors
 
 STEP = 1  # the second: everything was shared once

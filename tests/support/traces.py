@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fullshard.run.tracing import Tracer
+from fullshard.run.outlook import Tracer
 
 _KNOWN: dict[Any, Any] = {}
 

@@ -209,7 +209,7 @@ def test_a_truncated_file_of_weights_is_found_before_the_model_is_traced(
     place, tmp_path, monkeypatch
 ):
     traces = []
-    monkeypatch.setattr("fullshard.run.tracing.trace_step", lambda *_, **__: traces.append(1))
+    monkeypatch.setattr("fullshard.run.outlook.trace_step", lambda *_, **__: traces.append(1))
     folder = tmp_path / "model"
     shutil.copytree(place / "runs" / "train" / "model", folder)
     file = folder / "model.safetensors"

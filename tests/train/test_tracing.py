@@ -10,8 +10,8 @@ from fullshard.engine.axes import one_place
 from fullshard.engine.model_spec import meta_model
 from fullshard.engine.tracing import Calls, trace_step
 from fullshard.planner.tracing import peak
-from fullshard.run import tracing
-from fullshard.run.tracing import Tracer
+from fullshard.run import outlook
+from fullshard.run.outlook import Tracer
 from support.sizes import sizes_of
 
 SIZES = sizes_of(32, 48, 4, 2, vocab_size=96, max_position_embeddings=64)
@@ -59,7 +59,7 @@ def test_a_deep_model_traced_in_part_is_what_it_is_traced_whole(
 ):
     model = model_of(kind, 14, **fields)
     in_part = traced(model, activation_checkpointing=recompute)
-    monkeypatch.setattr(tracing, "MOST_BLOCKS", 14)
+    monkeypatch.setattr(outlook, "MOST_BLOCKS", 14)
     assert in_part.total == traced(model, activation_checkpointing=recompute).total
 
 
@@ -76,7 +76,7 @@ def test_a_rank_of_a_tensor_axis_keeps_the_activations_of_its_part():
 def test_a_large_batch_follows_from_two_smaller_ones(monkeypatch):
     model = model_of("llama", 2)
     followed = traced(model, samples=8)
-    monkeypatch.setattr(tracing, "MOST_SAMPLES", 8)
+    monkeypatch.setattr(outlook, "MOST_SAMPLES", 8)
     assert followed == traced(model, samples=8)
 
 
@@ -95,7 +95,7 @@ def test_every_strategy_asks_for_one_trace(monkeypatch):
         calls.append(args)
         return trace_step(*args, **kwargs)
 
-    monkeypatch.setattr(tracing, "trace_step", counted)
+    monkeypatch.setattr(outlook, "trace_step", counted)
     tracer = Tracer(model, 32)
     for strategy in ("full_shard", "shard_grad_op", "no_shard"):
         config = ShardConfig(strategy=strategy)

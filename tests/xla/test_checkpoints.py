@@ -70,10 +70,10 @@ def through_jax(source, target, config_folder, meshes):
         devices = jax.devices()[: replicate * shard * expert * tensor]
         mesh = fj.make_mesh(replicate, shard, expert=expert, tensor=tensor, devices=devices)
         plan = fx.decoder.planned(config.shapes(), None, mesh)
-        state, beside = fxs.checkpoints.load(plan, source, tx)
+        state, beside = fxs.load(plan, source, tx)
         assert int(state.step) == NUM_STEPS
         assert int(state.opt_state.count) == NUM_STEPS
-        source = fxs.checkpoints.save(target / str(at), state, SaveSettings(step=NUM_STEPS), beside)
+        source = fxs.save(target / str(at), state, SaveSettings(step=NUM_STEPS), beside)
     return str(source)
 
 
@@ -201,8 +201,8 @@ def kinds_saved(folder):
         "scheduled": lambda rate: named["injected adamw"](lambda count: rate),
     }
     for name, make in named.items():
-        found = fxs.checkpoints.states_of(fx.aot.abstract_state(plan, make(0.1)))
-        kinds.setdefault(fxs.checkpoints.kind_of(*found), set()).add(name)
+        found = fxs.states_of(fx.aot.abstract_state(plan, make(0.1)))
+        kinds.setdefault(fxs.kind_of(*found), set()).add(name)
     for name in ("sgd", "adam", "yogi", "radam"):
         fj.save(folder / name, fj.shard(plan, {"w": jnp.ones(8)}, named[name](0.1)))
     fj.load(plan, folder / "sgd", optax.sgd(0.1))

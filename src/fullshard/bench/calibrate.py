@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,7 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.bench.comm import TimedExchange, plan_buffer, resolve
-from fullshard.bench.page import Neighbours, Say
-from fullshard.bench.ranks import run_ranks, timed
+from fullshard.bench.measurement import Neighbours, Say, run_ranks, timed
 from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig
 from fullshard.engine.engine import Engine, engine_of
@@ -39,17 +38,14 @@ from fullshard.launch.machine import (
 )
 from fullshard.models.build import build_sharded, given_model_config
 from fullshard.models.config import build_model
-from fullshard.outlook.calibration import Calibration, Ceilings, HostOverhead, Point, Table, to_json
+from fullshard.outlook.devices import Calibration, Ceilings, HostOverhead, Point, Table, to_json
 from fullshard.planner.mesh import Mesh
+from fullshard.planner.plan import Plan
+from fullshard.planner.tracing import Work
 from fullshard.recipes.base import causal_lm_loss
 from fullshard.run.optim import build_optimizer
 from fullshard.transport.base import Axes, FakeTransport, Reduction, Works
 from fullshard.transport.groups import make_transport
-
-if TYPE_CHECKING:
-    from fullshard.planner.plan import Plan
-    from fullshard.planner.tracing import Work
-
 
 KIB, MIB = 1 << 10, 1 << 20
 HELD_BYTES = 48 * MIB  # results of one repetition

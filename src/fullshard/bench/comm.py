@@ -27,8 +27,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.bench.page import Neighbours, Page, Say, method_of, paired_ratio, slowest
-from fullshard.bench.ranks import run_ranks, timed
+from fullshard.bench.measurement import (
+    Neighbours,
+    Page,
+    Say,
+    method_of,
+    paired_ratio,
+    run_ranks,
+    slowest,
+    timed,
+)
 from fullshard.config.host_memory import available_bytes
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported

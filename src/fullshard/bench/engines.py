@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from fullshard.bench.ranks import PeakSampler, proportional_bytes, return_free_memory, timed
+from fullshard.bench.measurement import PeakSampler, proportional_bytes, return_free_memory, timed
 from fullshard.bench.step import ADAPTER_RANK, CASES, NUM_CHOSEN, NUM_EXPERTS, Case, Kind, StepJob
 
 HEAD_WIDTH = 64

@@ -21,12 +21,16 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_peer
 from torch.distributed.fsdp import fully_shard
 
 import fullshard as fs
-from fullshard.bench.page import Neighbours, Page, Say, paired_ratio, slowest
-from fullshard.bench.ranks import (
+from fullshard.bench.measurement import (
+    Neighbours,
+    Page,
     PeakSampler,
+    Say,
+    paired_ratio,
     proportional_bytes,
     return_free_memory,
     run_ranks,
+    slowest,
     timed,
 )
 from fullshard.errors import VerifyError

@@ -37,7 +37,7 @@ from math import isfinite
 from statistics import fmean, median
 from typing import Any, Literal
 
-from fullshard.bench.page import (
+from fullshard.bench.measurement import (
     Estimate,
     Neighbours,
     Page,
@@ -46,8 +46,8 @@ from fullshard.bench.page import (
     method_of,
     paired_ratio,
     removed_share,
+    run_ranks,
 )
-from fullshard.bench.ranks import run_ranks
 from fullshard.config.host_memory import available_bytes
 from fullshard.errors import ConfigError
 from fullshard.launch.machine import describe_versions

@@ -12,9 +12,10 @@ import typer
 
 from fullshard.cli.arguments import DryRunFlag
 from fullshard.cli.outcome import Outcome, check_out
+from fullshard.errors import ConfigError, VerifyError, WillNotFitError, untrusted
 
 if TYPE_CHECKING:
-    from fullshard.bench.page import Page
+    from fullshard.bench.measurement import Page
     from fullshard.bench.step import Case, Peer
 
 WaitFlag = Annotated[
@@ -53,7 +54,6 @@ def step(  # noqa: PLR0913  (one parameter an option)
         dry_run: see `DryRunFlag`.
     """
     from fullshard.bench import step as bench
-    from fullshard.errors import VerifyError
 
     peers, absent = bench.installed_peers(tuple(engine or bench.PEERS))
     chosen = [bench.find_case(name) for name in case or bench.DEFAULT_CASES]
@@ -127,7 +127,6 @@ def io(  # noqa: PLR0913  (one parameter an option)
     import tempfile
 
     from fullshard.bench import io as bench
-    from fullshard.errors import ConfigError, WillNotFitError, untrusted
 
     announce("bench io", mib * rounds / 80, out)
     with untrusted("--place", "a folder to write to", ConfigError, "Choose another folder."):
@@ -162,9 +161,9 @@ def calibrate(
     """
     from fullshard.bench import calibrate as bench
     from fullshard.config.environment import cache_folder
-    from fullshard.outlook.calibration import FILE_NAME
+    from fullshard.outlook.devices import CALIBRATION_FILE
 
-    worlds, path = ranks or bench.DEFAULT_RANKS, out or cache_folder() / FILE_NAME
+    worlds, path = ranks or bench.DEFAULT_RANKS, out or cache_folder() / CALIBRATION_FILE
     announce("bench calibrate", (30 if tiny else 180) * len(worlds), path.parent)
     found = bench.run(worlds, is_tiny=tiny, wait=wait, timeout_s=timeout, say=say)
     path.write_text(bench.file_text(*found, command_line("calibrate")), encoding="utf-8")

@@ -14,7 +14,7 @@ import typer
 
 from fullshard.cli.arguments import DryRunFlag
 from fullshard.cli.outcome import Outcome, print_table, show
-from fullshard.errors import untrusted
+from fullshard.errors import CheckpointError, ConfigError, VerifyError, untrusted
 
 if TYPE_CHECKING:
     from fullshard.checkpoint.retain import Found
@@ -38,7 +38,6 @@ def _outside(ctx: typer.Context, folder: Path) -> Path:
     """Check the folder to write: inside a checkpoint it could be pruned, or be taken for one."""
     from fullshard.checkpoint.retain import checkpoints_in, look_at
     from fullshard.checkpoint.storage import StorePath, storage_path
-    from fullshard.errors import CheckpointError, ConfigError
     from fullshard.launch.run_lock import LOCK, held_elsewhere, is_held
 
     if isinstance(storage_path(folder), StorePath):
@@ -156,7 +155,6 @@ def verify(checkpoint: Any_) -> Outcome:
     """Read every byte and compare checksums; name damaged files and their tensors."""
     from fullshard.checkpoint.read import find_damage
     from fullshard.checkpoint.retain import candidates, newest_complete
-    from fullshard.errors import CheckpointError
 
     found = newest_complete(checkpoint, warns=True)
     newest = next((entry for entry in candidates(checkpoint) if not entry.is_leftover), found)
@@ -186,7 +184,6 @@ def diff(
         a: A checkpoint or a Hugging Face folder.
         b: The checkpoint or folder to compare it with.
     """
-    from fullshard.errors import VerifyError
     from fullshard.formats.detect import open_source
     from fullshard.formats.hugging_face import with_model_names
     from fullshard.formats.source import Match, Row, compare

@@ -31,11 +31,11 @@ def explain(
     CONFIG may be a file for Accelerate, DeepSpeed, the Trainer or axolotl. No model is needed. Then
     follow the errors that a run would raise; `train --dry-run` also checks plan, memory and data.
     """
-    from fullshard.config import explain as explaining
+    from fullshard.config import load as loading
 
     resolved = load(words, config, config_file, explaining=True)
-    print(explaining.text_of(resolved, with_defaults=everything))
-    return Outcome({**explaining.explain(resolved), "refused": _print_refused(resolved)})
+    print(loading.text_of(resolved, with_defaults=everything))
+    return Outcome({**loading.explain(resolved), "refused": _print_refused(resolved)})
 
 
 @app.command(context_settings=OPEN_WORDS)
@@ -107,12 +107,12 @@ def schema(
         out: File to write the schema to. Default: standard output.
         as_json: see `JSON_HELP`.
     """
-    from fullshard.config import explain as explaining
+    from fullshard.config import load as loading
     from fullshard.config.dialects.translate import dialect_of
     from fullshard.config.files import read_file
 
     dialect = None if file is None else dialect_of(read_file(file).values)
-    made = explaining.schema() if dialect is None else explaining.dialect_schema(dialect)
+    made = loading.schema() if dialect is None else loading.dialect_schema(dialect)
     text = json.dumps(made, indent=2) + "\n"
     if out is not None:
         check_out(out)

@@ -16,6 +16,7 @@ import typer
 from fullshard.cli.arguments import DryRunFlag, say_lost
 from fullshard.cli.outcome import Outcome, launch_outcome
 from fullshard.config.regular_files import did_you_mean_path
+from fullshard.config.values import ConfigProblems
 from fullshard.errors import ConfigError, untrusted
 
 if TYPE_CHECKING:
@@ -208,7 +209,7 @@ def _for_accelerate(resolved: Resolved | None) -> dict[str, str]:
 
 def _say_idle(resolved: Resolved) -> None:
     """Prints the keys of the file that only the commands of fullshard read."""
-    from fullshard.config.names import MOVED  # they set keys of sharding, which scripts receive
+    from fullshard.config.training import MOVED  # they set keys of sharding, which scripts receive
 
     effective = {_ACCUMULATE, *(f"training.{name}" for name in MOVED)}
     keys = (key for key in resolved.origins if key.startswith("training.") and key not in effective)
@@ -225,7 +226,6 @@ def _placed(file: LaunchConfig | None, flags: dict[str, object]) -> LaunchConfig
     The whole file is checked before any process starts. torchrun's `--nnodes 1:4`, which would
     change the number of ranks during a run, is refused.
     """
-    from fullshard.config.problems import ConfigProblems
     from fullshard.config.schema import LaunchConfig
 
     kept = {}

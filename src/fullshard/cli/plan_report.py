@@ -18,8 +18,7 @@ from fullshard.errors import ConfigError
 from fullshard.launch.exit_codes import ExitCode
 from fullshard.launch.machine import describe_machine
 from fullshard.models.build import model_config_of
-from fullshard.outlook.calibration import FILE_NAME, read_calibration
-from fullshard.outlook.devices import Gpus
+from fullshard.outlook.devices import CALIBRATION_FILE, Gpus, read_calibration
 from fullshard.outlook.memory import Fit, judge_fit
 from fullshard.outlook.predict import Lack, Machine, Outlook
 from fullshard.outlook.search import Study, choice_of, compare
@@ -53,7 +52,7 @@ def calibrated(
                 "got --gpus or several machines. Remove one of the two."
             )
         return machine
-    path = given or cache_folder() / FILE_NAME
+    path = given or cache_folder() / CALIBRATION_FILE
     if given is None and not os.path.isfile(path):  # noqa: PTH113  (also in another user's home)
         return machine
     found = read_calibration(path)

@@ -20,12 +20,12 @@ from fullshard.cli.arguments import (
     split_config,
 )
 from fullshard.cli.outcome import Outcome, launch_outcome, rank_failed
+from fullshard.config.environment import LaunchEnvironment, read_launch_environment
 from fullshard.config.values import Backend
 from fullshard.errors import ConfigError, WillNotFitError
 from fullshard.recipes.registry import Command, check_command, check_paths
 
 if TYPE_CHECKING:
-    from fullshard.config.environment import LaunchEnvironment
     from fullshard.config.load import Resolved
     from fullshard.run.folder import RunFolder
     from fullshard.run.start import CheckedRun
@@ -87,7 +87,6 @@ def app_of(recipe: Command) -> typer.Typer:
 
 def say_values(resolved: Resolved) -> None:
     """Print what a built-in job sets for the user's own model or data."""
-    from fullshard.config.environment import read_launch_environment
     from fullshard.config.files import flatten
 
     launch = read_launch_environment()
@@ -109,7 +108,6 @@ def _train_missing_model(command: Command, resolved: Resolved, flags: StartFlags
     Returns:
         None if the model exists now, otherwise the outcome of the command.
     """
-    from fullshard.config.environment import read_launch_environment
 
     if command.about.begins_with is None:
         return None
@@ -130,7 +128,6 @@ def _check_before_torch(
     command: Command, resolved: Resolved, flags: StartFlags, coming: Path | None = None
 ) -> LaunchEnvironment | None:
     """Check everything that needs no torch; return the launcher that started this process."""
-    from fullshard.config.environment import read_launch_environment
     from fullshard.launch.machine import check_limit
 
     check_limit()

@@ -23,8 +23,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.compat.errors import NotOfferedError
-from fullshard.engine.recompute import make_recompute
+from fullshard.compat import NotOfferedError
+from fullshard.engine.modules import make_recompute
 
 logger = logging.getLogger(__name__)
 

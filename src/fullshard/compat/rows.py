@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_leaves
 
-from fullshard.compat.errors import MisuseError
+from fullshard.compat import MisuseError
 from fullshard.compat.wrapping import topology
 from fullshard.engine._torch_compat import storage_use_count
 from fullshard.engine.engine import Engine
@@ -263,7 +263,7 @@ def _sync(norms: Any, *, reads: bool = False) -> None:
     for one, (is_written, is_changed, _) in both:
         if is_written and is_changed:
             raise one.misuse(_LOADED.format("the weights changed"))
-    with _busy(), torch.no_grad():
+    with inside(_BUSY), torch.no_grad():
         for one, (is_written, _, _) in both:
             if is_written:
                 one.load()
@@ -277,12 +277,13 @@ def _sync(norms: Any, *, reads: bool = False) -> None:
 
 
 @contextmanager
-def _busy() -> Generator[None]:
-    _BUSY.append(1)
+def inside(calls: list[int]) -> Generator[None]:
+    """Counts a call while the context is open."""
+    calls.append(1)
     try:
         yield
     finally:
-        _BUSY.pop()
+        calls.pop()
 
 
 def settle(values: Iterable[Any]) -> None:

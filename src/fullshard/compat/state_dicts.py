@@ -24,8 +24,7 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard.compat import rows
-from fullshard.compat.errors import MisuseError, MisuseValueError
+from fullshard.compat import MisuseError, MisuseValueError, rows
 from fullshard.compat.wrapping import (
     before_change,
     cut,
@@ -88,15 +87,6 @@ TORCHS_STATE_DICTS = "torch.distributed.checkpoint.state_dict"
 _busy: list[int] = []  # the outermost call converts the values of the inner ones
 
 
-@contextmanager
-def _outermost_call() -> Generator[None]:
-    _busy.append(1)
-    try:
-        yield
-    finally:
-        _busy.pop()
-
-
 def state_dict(
     module: nn.Module, wanted: Wanted, inner: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
@@ -112,7 +102,7 @@ def state_dict(
     if _busy or AS_SHARDS.get():
         return inner(*args, **kwargs)
     engine = engine_for(module)
-    with _outermost_call(), ExitStack() as shown:
+    with rows.inside(_busy), ExitStack() as shown:
 
         def take(*_: Any) -> None:
             shards = {} if engine.unsharded else _shards_in(module)
@@ -205,7 +195,7 @@ def rows_on_meta(
     """
     if _busy or not dist.is_initialized():
         return inner(*args, **kwargs)
-    with _outermost_call():
+    with rows.inside(_busy):
         result = inner(*args, **kwargs)
     mesh = record_of(module).mesh
     on = on if on is not None else rows.device_mesh(mesh, default_device().type)

@@ -21,6 +21,8 @@ Shards are made before an engine exists, and again when the model changes betwee
 
 `fs.shard` raises an error if parameters changed between steps. The interfaces of this package allow
 such changes (a dtype, another Parameter object, `requires_grad`) through `Engine.on_change`.
+
+The end of this file places modules, gives values to those on meta, and copies values of rank 0.
 """
 
 from __future__ import annotations
@@ -38,12 +40,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
-from fullshard.compat.errors import MisuseError, NotOfferedError
+from fullshard.compat import MisuseError, MisuseValueError, NotOfferedError
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
 from fullshard.config.values import DType, Strategy, TransportKind, WrapKind
 from fullshard.engine._torch_compat import call_outside_compile, no_guard, outside_modes
 from fullshard.engine.engine import ATTRIBUTE, Engine
+from fullshard.engine.homes import default_device
 from fullshard.engine.model_spec import (
     NEVER_CALLED,
     Memory,
@@ -52,11 +55,11 @@ from fullshard.engine.model_spec import (
     places_of,
     refuse_overlaps,
 )
+from fullshard.engine.modules import cast_tensors
 from fullshard.engine.norms import GradientNorms, from_host
 from fullshard.engine.optimizers import WATCHED
 from fullshard.engine.parameter import Guarded, PendingGradient, ShardedParameter, ShardedTensor
 from fullshard.engine.placing import present, shard_shape
-from fullshard.engine.precision import cast_tensors
 from fullshard.engine.record import (
     ShardRecord,
     address_of,
@@ -67,8 +70,8 @@ from fullshard.engine.record import (
 from fullshard.engine.shard import ShardInputs, refuse_shared_memory, shard_model
 from fullshard.engine.unit import Group, Member, gather_piece
 from fullshard.errors import EngineError, UnsupportedModelError
-from fullshard.observe.hang import watchdog
-from fullshard.observe.hang.judge import EventRing
+from fullshard.observe import watchdog
+from fullshard.observe.hang import EventRing
 from fullshard.planner.layout import FlatLayout, Slice, clean_name
 from fullshard.planner.mesh import Mesh, Topology, resolve_mesh, row_of
 from fullshard.planner.plan import Plan
@@ -792,3 +795,74 @@ def _close(module: nn.Module) -> Engine:
         vars(inner).pop("__reduce_ex__", None)
     delattr(module, ATTRIBUTE)
     return engine
+
+
+def place(root: nn.Module, modules: list[nn.Module], device_id: Any) -> torch.device:
+    """Returns the device of a unit and moves its modules there.
+
+    Raises:
+        MisuseValueError: The parameters are on another device of the same kind.
+    """
+    device = _device_of(device_id)
+    have = next((p.device for p in root.parameters() if not p.is_meta), None)
+    if device is None:
+        return have or default_device()
+    if have is not None and have.type == device.type and have != device:
+        raise MisuseValueError(
+            f"Inconsistent compute device and `device_id` on rank {own_rank()}: {have} vs {device}"
+        )
+    if have is not None and have != device:
+        for module in modules:
+            module._apply(
+                lambda tensor: tensor if tensor.is_meta else tensor.to(device), recurse=False
+            )
+    return device
+
+
+def _device_of(device_id: Any) -> torch.device | None:
+    if device_id is None:
+        return None
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")  # scripts that ask for cuda on a machine without it
+    device = torch.device(device_id)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def materialize(
+    modules: list[nn.Module], device: torch.device, init: Callable[[nn.Module], None] | None
+) -> None:
+    """Materializes modules on meta with `param_init_fn` or `reset_parameters`.
+
+    Raises:
+        MisuseValueError: `init` is not callable, or a module has no reset_parameters.
+    """
+    if init is not None and not callable(init):
+        raise MisuseValueError(f"Expected {init} to be callable but got {type(init)}")
+    for module in modules:
+        tensors = [*module._parameters.values(), *module._buffers.values()]
+        if not any(tensor is not None and tensor.is_meta for tensor in tensors):
+            continue
+        if init is not None:
+            init(module)
+            continue
+        module.to_empty(device=device, recurse=False)
+        reset = getattr(module, "reset_parameters", None)
+        if reset is None:
+            raise MisuseValueError(
+                f"{type(module).__name__} on meta: expected reset_parameters() or param_init_fn; "
+                "got neither. Pass param_init_fn."
+            )
+        with torch.no_grad():
+            reset()
+
+
+def copy_first_values(modules: list[nn.Module], ignored: set[int]) -> None:
+    """Copies the values of rank 0 to all ranks, for `sync_module_states`. A collective."""
+    tensors: dict[int, torch.Tensor] = {}
+    for module in modules:
+        for tensor in [*module._parameters.values(), *module._buffers.values()]:
+            if tensor is not None and id(tensor) not in ignored:
+                tensors[id(tensor)] = tensor.detach()
+    copy_from_first(list(tensors.values()), [range(topology().world_size)])

@@ -21,8 +21,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple, Never
 
-from fullshard.config.problems import ConfigProblems, Problem, show
-from fullshard.config.values import did_you_mean
+from fullshard.config.values import ConfigProblems, Problem, did_you_mean, show
 
 
 class Launcher(StrEnum):

@@ -26,8 +26,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, ErrorDetails, core_schema
 
-from fullshard.config.problems import ConfigProblems, Problem, join_key, show
-from fullshard.config.values import did_you_mean, words_of
+from fullshard.config.values import ConfigProblems, Problem, did_you_mean, join_key, show, words_of
 
 
 class Rejected(ValueError):

@@ -18,8 +18,8 @@ from typing import Any, cast
 import yaml
 
 from fullshard.config.keys import FREE, PLAIN_KEYS, is_free
-from fullshard.config.problems import ConfigProblems, Problem, join_key
 from fullshard.config.regular_files import did_you_mean_path, read_regular
+from fullshard.config.values import ConfigProblems, Problem, join_key
 from fullshard.errors import FullshardError
 
 MOST_BY_ALIASES = 10_000

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from fullshard.config.fields import Section
-from fullshard.config.names import MOVED, MOVES, RIVALS, names
-from fullshard.config.problems import ConfigProblems, Problem
 from fullshard.config.schema import RunConfig, TrainingConfig
-from fullshard.config.values import did_you_mean
+from fullshard.config.training import MOVED, MOVES, RIVALS, names
+from fullshard.config.values import ConfigProblems, Problem, did_you_mean
 
 # Mappings with free keys of any type.
 FREE = ("model.config", "teacher.config")

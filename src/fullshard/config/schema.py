@@ -21,10 +21,19 @@ from fullshard.config.fields import (
     Text,
     as_json,
 )
-from fullshard.config.problems import ConfigProblems, Problem, show
 from fullshard.config.sharding import ShardConfig
 from fullshard.config.training import TrainingConfig
-from fullshard.config.values import Backend, DistillLoss, DType, HomeKind, Strategy, TokenDType
+from fullshard.config.values import (
+    Backend,
+    ConfigProblems,
+    DistillLoss,
+    DType,
+    HomeKind,
+    Problem,
+    Strategy,
+    TokenDType,
+    show,
+)
 
 
 class ModelConfig(Section):

@@ -24,13 +24,14 @@ from fullshard.config.fields import (
     to_names,
     to_number,
 )
-from fullshard.config.problems import ConfigProblems, Problem
 from fullshard.config.values import (
     PREFETCH_DEPTHS,
+    ConfigProblems,
     DType,
     GradReduction,
     GradSync,
     HomeKind,
+    Problem,
     Recompute,
     RecomputeKind,
     ReductionKind,

@@ -13,24 +13,27 @@ from typing import Any
 
 from fullshard.config.environment import LaunchEnvironment
 from fullshard.config.fields import Section
-from fullshard.config.problems import ConfigProblems, Problem, join_key, show
 from fullshard.config.regular_files import packaged_table
 from fullshard.config.schema import RunConfig, ShardConfig
 from fullshard.config.sharding import Offload
 from fullshard.config.values import (
     BY_OWNER,
     Backend,
+    ConfigProblems,
     DistillLoss,
     DType,
     GradSync,
     IntervalStrategy,
     LrSchedule,
     Optimizer,
+    Problem,
     Recompute,
     RecomputeKind,
     Strategy,
     TransportKind,
     WrapKind,
+    join_key,
+    show,
 )
 
 # Fields of a section: advice until they are supported, and the unsupported values (if none are

@@ -1,18 +1,24 @@
-"""The enums of a configuration, with the spellings of other tools.
+"""The enums of a configuration, with the spellings of other tools, and problems of an input.
 
 Text is converted to an enum here, once; all other code matches on enums. Comparison ignores case
 and treats `-` as `_`. Only the last part of a dotted value counts, so `torch.bfloat16`,
 `ShardingStrategy.FULL_SHARD` and the objects that print like this are accepted.
+
+All problems of an input are one error, ConfigProblems. Each is a line of one grammar:
+
+    train.yaml:12: sharding.strategy: expected one of full_shard, no_shard; got 'ful'. Did you ...?
+    ^ place        ^ key              ^ expected                            ^ got      ^ advice
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
-from fullshard.config.problems import ConfigProblems, Problem, show
+from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler
@@ -353,3 +359,83 @@ def did_you_mean(value: object, choices: Collection[str]) -> str:
     """`Did you mean 'x'?`; empty if no choice is near, or the value is not text."""
     near = nearest(value, choices) if isinstance(value, str) else None
     return f"Did you mean '{near}'?" if near else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A single problem of an input.
+
+    Args:
+        key: dotted key, `sharding.strategy`; empty for the input as a whole.
+        expected: description of valid values: `an integer >= 0`. Empty if `got` is enough.
+        got: the given value, in words: `'ful'`, `a list`.
+        advice: what to do, in one or two sentences; may be empty.
+        place: `train.yaml:12` or `command line`; set by the loader.
+    """
+
+    key: str
+    expected: str
+    got: str
+    advice: str = ""
+    place: str = ""
+
+    def __str__(self) -> str:
+        """The problem as one line in the grammar above."""
+        separator = "; " if "," in self.expected else ", "
+        said = f"expected {self.expected}{separator}got {self.got}" if self.expected else self.got
+        head = ": ".join(part for part in (self.place, self.key, said) if part)
+        return f"{head}. {self.advice}".rstrip() if self.advice else head
+
+    def below(self, prefix: str) -> Problem:
+        """The problem with its key below another key."""
+        return dataclasses.replace(self, key=join_key(prefix, self.key))
+
+
+class ConfigProblems(ConfigError):
+    """A ConfigError with a list of problems, so that a caller can add places."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        """Formats the problems: a single one as a line, several as a list."""
+        self.problems = tuple(problems)
+        assert self.problems, "an error needs at least one problem"
+        super().__init__(_text(self.problems))
+
+    def __reduce__(self) -> tuple[type[ConfigProblems], tuple[tuple[Problem, ...]]]:
+        """Pickle by problems: errors travel between processes."""
+        return (type(self), (self.problems,))
+
+    def map(self, change: Callable[[Problem], Problem]) -> ConfigProblems:
+        """A new error with a function applied to every problem."""
+        return ConfigProblems(change(problem) for problem in self.problems)
+
+
+def join_key(*parts: str) -> str:
+    """Joins `sharding` and `strategy` to `sharding.strategy`; skips empty parts."""
+    return ".".join(part for part in parts if part)
+
+
+def show(value: object) -> str:
+    """A value in the form of messages: text quoted, flags and null as in YAML."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case str():
+            text = repr(str(value))  # an enum member by its word
+        case int() | float():
+            text = repr(value)
+        case dict():
+            return "a mapping"
+        case list() | tuple():
+            return "a list" if value else "an empty list"
+        case _:
+            text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _text(problems: tuple[Problem, ...]) -> str:
+    if len(problems) == 1:
+        return str(problems[0])
+    lines = "".join(f"\n  {problem}" for problem in problems)
+    return f"{len(problems)} problems:{lines}"

@@ -43,20 +43,19 @@ from fullshard.engine.attributes import ModuleTensors, own_modules, tensors_in
 from fullshard.engine.gradients import Gradients
 from fullshard.engine.guard import refuse_gradients
 from fullshard.engine.model_spec import places_of
+from fullshard.engine.modules import cast_tensors, convert_reentrant
 from fullshard.engine.norms import Count, GradientNorms, from_host
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.placing import Masters, Rings, cut_group
-from fullshard.engine.precision import cast_tensors
-from fullshard.engine.recompute import convert_reentrant
 from fullshard.engine.record import ShardRecord, address_of, check_fresh
 from fullshard.engine.replicas import STEPS, check_replicas
 from fullshard.engine.step import Runtime
 from fullshard.engine.streamed import StreamedRuntime
 from fullshard.engine.unit import Group, Member, Swap, Unit, alive
 from fullshard.errors import EngineError, ShardedTensorError, raise_together
-from fullshard.planner.events import Event, EventKind, Recorder, Sync
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.plan import Plan
+from fullshard.planner.schedule import Event, EventKind, Recorder, Sync
 from fullshard.planner.units import UnitPlan, ancestors_of
 from fullshard.transport import streams
 from fullshard.transport.base import Hook, Slots, Transport, torch_dtype

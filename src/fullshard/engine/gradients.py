@@ -52,8 +52,8 @@ from fullshard.engine.norms import Count, GradientNorms, from_host, local_powers
 from fullshard.engine.parameter import PendingGradient, ShardedGradient
 from fullshard.engine.unit import Collects, Group, Member, Unit, alive, is_reached
 from fullshard.errors import EngineError, UnsupportedModelError
-from fullshard.planner.events import Sync
 from fullshard.planner.mesh import Mesh
+from fullshard.planner.schedule import Sync
 from fullshard.planner.units import DtypeContract
 from fullshard.transport.base import Home, Hook, Transport, reduce_by, torch_dtype
 

@@ -29,18 +29,17 @@ from fullshard.engine.model_spec import (
     places_of,
     spec_of,
 )
+from fullshard.engine.modules import apply_dtypes, apply_recompute, convert_reentrant
 from fullshard.engine.optimizers import WATCHED
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.placing import Masters
-from fullshard.engine.precision import apply_dtypes
-from fullshard.engine.recompute import apply_recompute, convert_reentrant
 from fullshard.engine.replicas import check_equal_start
 from fullshard.engine.state import hook_loading
 from fullshard.engine.tracing import trace_order
 from fullshard.errors import ConfigError, EngineError, UnsupportedModelError
-from fullshard.planner.events import Recorder, Sync
 from fullshard.planner.mesh import ROWS, Mesh, Topology, mesh_of
 from fullshard.planner.plan import Plan, make_plan, units_of
+from fullshard.planner.schedule import Recorder, Sync
 from fullshard.planner.spec import matches
 from fullshard.planner.units import UnitSettings
 from fullshard.transport.base import Transport, home_of

@@ -80,8 +80,7 @@ from fullshard.engine.parameter import Guarded
 from fullshard.engine.record import check_fresh
 from fullshard.engine.unit import Member, Unit, alive, is_reached
 from fullshard.errors import EngineError, HangError, SlotError
-from fullshard.planner.events import Event, EventKind, Recorder, Sync
-from fullshard.planner.schedule import Scheduler
+from fullshard.planner.schedule import Event, EventKind, Recorder, Scheduler, Sync
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)

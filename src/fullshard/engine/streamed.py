@@ -11,7 +11,7 @@ from fullshard.engine._torch_compat import GRAD, graph_task_id
 from fullshard.engine.gradients import Gradients
 from fullshard.engine.step import WAITS, Actions, Runtime, Use
 from fullshard.engine.unit import Member
-from fullshard.planner.events import Event
+from fullshard.planner.schedule import Event
 from fullshard.planner.units import Homes
 from fullshard.transport.base import Works
 from fullshard.transport.streams import Streams

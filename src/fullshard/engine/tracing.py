@@ -50,8 +50,7 @@ from fullshard.engine._torch_compat import (
 )
 from fullshard.engine.gradients import MOST_WAITING
 from fullshard.engine.model_spec import places_of
-from fullshard.engine.precision import apply_dtypes, cast_tensors
-from fullshard.engine.recompute import apply_recompute, convert_reentrant
+from fullshard.engine.modules import apply_dtypes, apply_recompute, cast_tensors, convert_reentrant
 from fullshard.engine.unit import LARGE_NUMEL
 from fullshard.errors import ConfigError
 from fullshard.planner.plan import Plan

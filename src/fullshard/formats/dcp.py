@@ -24,9 +24,16 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from fullshard.checkpoint.format import natural
 from fullshard.config.regular_files import open_regular
 from fullshard.errors import CheckpointError
-from fullshard.formats.pickles import attributes_of, read_listed, read_pickle
 from fullshard.formats.source import Entry, Source, check_empty, whole_or_nothing
-from fullshard.formats.state_dicts import WRAPPERS, Chunk, joined, optimizer_of
+from fullshard.formats.state_dicts import (
+    WRAPPERS,
+    Chunk,
+    attributes_of,
+    joined,
+    optimizer_of,
+    read_listed,
+    read_pickle,
+)
 
 METADATA = ".metadata"
 _HOME = "torch.distributed.checkpoint"

@@ -21,9 +21,8 @@ import torch
 
 from fullshard.config.regular_files import read_regular
 from fullshard.errors import CheckpointError
-from fullshard.formats.pickles import read_pickle
 from fullshard.formats.source import Entry, Source
-from fullshard.formats.state_dicts import flat
+from fullshard.formats.state_dicts import flat, read_pickle
 
 Tables = Sequence[Mapping[str, Any]]
 MODEL, OPTIMIZER = "model_states.pt", "optim_states.pt"

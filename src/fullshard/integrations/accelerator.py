@@ -8,14 +8,14 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import DynamoBackend, convert_to_fp32
 from safetensors.torch import load_file
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
 
 import fullshard as fs
 from fullshard.config.environment import read_launch_environment, settings_of_accelerate
@@ -27,9 +27,6 @@ from fullshard.engine.full_state import whole_states
 from fullshard.engine.optimizers import WATCHED
 from fullshard.engine.state import numel_of
 from fullshard.errors import CheckpointError, ConfigError
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
 
 _DATA_PARALLEL = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 

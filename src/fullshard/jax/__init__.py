@@ -21,10 +21,10 @@ from fullshard.jax.tutorial import (
     shard_fsdp,
     sharding_table,
 )
-from fullshard.xla.census import census
 from fullshard.xla.gather import gather, scan_blocks
 from fullshard.xla.plan import make_mesh, plan
 from fullshard.xla.step import eval_step, full_params, init, train_step
+from fullshard.xla.traced import census
 
 __all__ = [
     "analyze_memory",

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from fullshard import xla_state
 from fullshard.errors import ConfigError
 from fullshard.planner.arrays import ArrayPlan
 from fullshard.saving import SaveSettings
@@ -21,7 +22,6 @@ from fullshard.xla.decoder import IGNORED
 from fullshard.xla.plan import Tree, XlaPlan, is_on_mesh, make_mesh, named_leaves, path_name, unpad
 from fullshard.xla.plan import plan as make_plan
 from fullshard.xla.step import State, Step, stored, with_optimizer
-from fullshard.xla_state import checkpoints
 
 
 def save(
@@ -43,7 +43,7 @@ def save(
     if not isinstance(state, State):
         _check_kept(state)
         state = _planned(state)
-    return checkpoints.save(Path(folder), state, settings, checkpoints.Extras(values=values))
+    return xla_state.save(Path(folder), state, settings, xla_state.Extras(values=values))
 
 
 def load(
@@ -66,9 +66,9 @@ def load(
         CheckpointError: There is no checkpoint, or it belongs to another model; names the tensor.
     """
     if isinstance(plan, XlaPlan):
-        return checkpoints.load(plan, Path(path), tx, variables)[0]
+        return xla_state.load(plan, Path(path), tx, variables)[0]
     like = _planned(plan)
-    found = checkpoints.load(like.plan, Path(path), None, like.variables)[0]
+    found = xla_state.load(like.plan, Path(path), None, like.variables)[0]
 
     def restored(found: State) -> list[jax.Array]:
         own = like.plan.with_arrays(unpad, found.params) | found.variables
@@ -117,7 +117,7 @@ def load_values(path: str | PathLike[str]) -> dict[str, Any]:
     Args:
         path: Path of the checkpoint, as in `load`.
     """
-    return checkpoints.load_values(Path(path))
+    return xla_state.load_values(Path(path))
 
 
 def shard(

@@ -38,7 +38,7 @@ from fullshard.launch.exit_codes import (
     left_by,
     raise_stopped,
 )
-from fullshard.observe.hang import watchdog
+from fullshard.observe import watchdog
 
 
 def run_rank(

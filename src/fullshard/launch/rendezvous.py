@@ -45,7 +45,7 @@ from fullshard.config.environment import (
 from fullshard.errors import ConfigError, HangError, printable
 from fullshard.launch.exit_codes import ExitCode, RankFailure, of_place
 from fullshard.launch.machine import check_accelerators
-from fullshard.observe.hang import watchdog
+from fullshard.observe import watchdog
 from fullshard.observe.metrics import wait_until
 
 if TYPE_CHECKING:

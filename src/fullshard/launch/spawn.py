@@ -56,7 +56,7 @@ from fullshard.launch.exit_codes import LaunchFolder, caught_stop_signals
 from fullshard.launch.fork_server import ForkServer
 from fullshard.launch.rendezvous import LOOPBACK, LaunchStore, OtherMachines
 from fullshard.launch.supervise import LaunchResult, RankProcess, Supervisor
-from fullshard.observe.hang import watchdog
+from fullshard.observe import watchdog
 
 logger = logging.getLogger(__name__)
 

@@ -32,8 +32,8 @@ from fullshard.launch.exit_codes import (
     first_cause,
 )
 from fullshard.launch.fork_server import Adopted
-from fullshard.observe.hang.watchdog import stacks_of
 from fullshard.observe.metrics import wait_until
+from fullshard.observe.watchdog import stacks_of
 
 POLL_S = 0.05
 REPORT_S = 1.0  # after the first failure: another rank may still report the cause

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fullshard.config.problems import show
+from fullshard.config.values import show
 from fullshard.engine.hugging_face import start_of
 from fullshard.errors import ConfigError, DivergedError, printable
 from fullshard.models.config import check_model_folder, check_no_checkpoint, num_positions

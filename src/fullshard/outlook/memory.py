@@ -331,7 +331,7 @@ def _at_a_block(table: ArraysPlan, shape: StepShape) -> list[MemoryRow]:
     one = sum(a.whole_bytes("compute") for a in parted)
     gradients = _gradient_shards(table.arrays, table)
     sizes = {a.name: a.whole_bytes("reduce") for a in parted if a.trainable}
-    # The loop over blocks of experts makes the gradients of all experts; see xla/experts.py.
+    # The loop over blocks of experts makes the gradients of all experts; see xla/decoder.py.
     experts = (a for a in blocks if a.trainable and ".experts." in a.name)
     most = max([sum(a.whole_bytes("reduce") for a in experts), *sizes.values()])
     head = _largest_gradient(_parted(outside))

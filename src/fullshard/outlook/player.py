@@ -25,12 +25,12 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from fullshard.config.values import GradSync, TransportKind
-from fullshard.outlook.calibration import Calibration, Ceilings
+from fullshard.outlook.devices import Calibration, Ceilings
 from fullshard.outlook.speed import Times, traffic
 from fullshard.outlook.workload import Workload
-from fullshard.planner.events import Event, EventKind
 from fullshard.planner.memory import MemoryRow
 from fullshard.planner.plan import Plan
+from fullshard.planner.schedule import Event, EventKind
 from fullshard.planner.spec import ITEMSIZE
 from fullshard.planner.tracing import Operation, TensorKind, Work
 from fullshard.planner.units import GroupPlan, UnitPlan

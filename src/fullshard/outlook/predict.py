@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 from fullshard.config.sharding import ShardConfig
 from fullshard.config.values import GradSync, RecomputeKind
-from fullshard.outlook.calibration import Calibration
-from fullshard.outlook.devices import Device
+from fullshard.outlook.devices import Calibration, Device
 from fullshard.outlook.memory import (
     GIB,
     WORKSPACES,

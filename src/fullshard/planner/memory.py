@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fullshard.config.values import DType, GradSync, ReductionKind, TransportKind
-from fullshard.planner.events import EventKind
 from fullshard.planner.layout import ALIGNMENT, Bounds, owned_numels
 from fullshard.planner.optimizers import OptimizerStates, owned_tensors
+from fullshard.planner.schedule import EventKind
 from fullshard.planner.spec import ITEMSIZE
 from fullshard.planner.units import GroupPlan, Place
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import GradSync, HomeKind, ReductionKind, Strategy, TransportKind
 from fullshard.errors import ConfigError, WrapError
-from fullshard.planner.events import Event
 from fullshard.planner.layout import Slice
 from fullshard.planner.memory import MemoryRow, staging_bytes, state_rows
 from fullshard.planner.mesh import Mesh, StrategyRow, Topology, mesh_of, row_of
 from fullshard.planner.optimizers import ADAMW, OptimizerStates
 from fullshard.planner.schedule import (
     Depths,
+    Event,
     Order,
     Scheduler,
     nominal_trace,

@@ -1,12 +1,12 @@
 """The registry of recipes: one line per command. Each recipe has a folder:
 
     recipes/NAME/
-      __init__.py  the docstring is the command's help; EXAMPLE: words that follow the command
-      command.py   COMMAND: the job without a configuration file, and checks; imports no torch
+      __init__.py  the docstring is the command's help; EXAMPLE: words that follow the command;
+                   COMMAND: the job without a configuration file, and checks
       recipe.py    KINDS: the data and the loss of each command
 
-`distill-cache` is `fullshard distill cache`. This module and every `__init__.py` import nothing but
-the standard library: `fullshard --help` loads them all and must stay fast.
+`distill-cache` is `fullshard distill cache`. This module and every `__init__.py` import no other
+library: `fullshard --help` loads them all and must stay fast.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fullshard.config.values import ConfigProblems, Problem
+from fullshard.errors import ConfigError, DataError
+
 if TYPE_CHECKING:
     from fullshard.config.files import File
     from fullshard.config.load import Resolved
-    from fullshard.config.problems import Problem
     from fullshard.config.schema import RunConfig
     from fullshard.recipes.base import RecipeKind
 
@@ -51,7 +53,7 @@ class Command(StrEnum):
     @property
     def about(self) -> RecipeCommand:
         """The recipe's command line."""
-        return import_module(f"fullshard.recipes.{self.folder}.command").COMMAND
+        return import_module(f"fullshard.recipes.{self.folder}").COMMAND
 
     @property
     def kind(self) -> RecipeKind:
@@ -85,8 +87,6 @@ def check_command(config: RunConfig, command: Command) -> None:
     Raises:
         ConfigError: Names every such section.
     """
-    from fullshard.config.problems import ConfigProblems
-
     problems = list(command.about.check(config, command))
     owners = {section: other for other in reversed(Command) for section in other.about.sections}
     owners |= {str(other): other for other in Command if str(other) in owners}  # sft: `sft`
@@ -99,8 +99,6 @@ def check_command(config: RunConfig, command: Command) -> None:
 
 def of_other(key: str, got: str, command: Command) -> Problem:
     """The problem of a key that only another recipe reads."""
-    from fullshard.config.problems import Problem
-
     return Problem(key, "", f"applies to `fullshard {command}` only; got {got}", "Leave it out")
 
 
@@ -119,7 +117,6 @@ def check_paths(
         DataError: The data is missing.
     """
     from fullshard.data.records import files_at, under
-    from fullshard.errors import ConfigError, DataError
     from fullshard.models.config import check_model_folder
 
     config, folders = resolved.config, [(resolved.config.model.name_or_path, "model")]

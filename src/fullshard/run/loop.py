@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 
 from fullshard.errors import DivergedError
 from fullshard.models.generate import Sample
-from fullshard.observe.hang import watchdog
+from fullshard.observe import watchdog
 from fullshard.observe.metrics import AnyRow, EvalRow, SaveRow, StepRow
 from fullshard.recipes.base import Batch, RankBatches, RowBatches, Team
 from fullshard.run.optim import Schedule

@@ -25,7 +25,7 @@ from fullshard.models.build import Adapters, model_on_meta, save_model, weights_
 from fullshard.models.generate import Sample, Sampler, SamplingSettings
 from fullshard.models.lora import check_base, sample_of_base
 from fullshard.models.student import STUDENT, is_cut
-from fullshard.observe.hang import watchdog
+from fullshard.observe import watchdog
 from fullshard.observe.metrics import SampleRow, memory_bytes
 from fullshard.planner.optimizers import states_of
 from fullshard.planner.plan import Plan

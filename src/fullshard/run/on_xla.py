@@ -17,6 +17,7 @@ import torch
 from jax.experimental import multihost_utils
 from optax import GradientTransformation
 
+from fullshard import xla_state
 from fullshard.config.environment import read_launch_environment
 from fullshard.config.values import DType
 from fullshard.errors import DivergedError
@@ -47,7 +48,6 @@ from fullshard.xla.loss import PROJECTION, Decoder, next_token
 from fullshard.xla.opt_state import trained
 from fullshard.xla.plan import Tree, XlaPlan
 from fullshard.xla.step import State, eval_step, train_step, whole_array, with_optimizer
-from fullshard.xla_state import checkpoints
 
 if TYPE_CHECKING:
     from fullshard.run.session import Session
@@ -139,7 +139,7 @@ class XlaSide(Side):
         )
         self._sums = eval_step(self._plan, eval_loss)
         tied = {HEAD: EMBEDDING} if self._decoder.tie_word_embeddings else {}
-        self._beside = checkpoints.Extras(groups, tied=tied)
+        self._beside = xla_state.Extras(groups, tied=tied)
         if run.resume.path is None:
             self._state = self._initial(self._tx)
         return ProcessTeam(run.config.sharding.tensor)
@@ -189,11 +189,11 @@ class XlaSide(Side):
         rate = schedule.learning_rate((settings.step or 1) - 1)
         groups = [{**group, "lr": rate} for group in self._beside.groups]
         beside = replace(self._beside, groups=groups, values={**values, SCALER: {}})
-        checkpoints.save(folder, self._state, settings, beside)
+        xla_state.save(folder, self._state, settings, beside)
 
     def load(self, path: Path) -> tuple[dict[str, Any], Path]:
         """Loads the newest usable checkpoint. A collective."""
-        self._state, beside = checkpoints.load(self._plan, path, self._tx)
+        self._state, beside = xla_state.load(self._plan, path, self._tx)
         return dict(beside.values), path
 
     # ---- at the end
@@ -253,11 +253,11 @@ class XlaSide(Side):
             torch.manual_seed(seed)  # for the added modules, as on torch
             return state_of(placed, trainable(model, config).state_dict(), tx)
         if PROJECTION not in placed.shardings:
-            return checkpoints.load(placed, folder, tx)[0]
+            return xla_state.load(placed, folder, tx)[0]
         bare = planned(self._decoder.shapes(), config.sharding, placed.mesh, config.freeze)
         name, like = f"{PROJECTION}.weight", placed.under(PROJECTION)[0]
         values = first_values(name, like.shape, seed).to(getattr(torch, like.dtypes.master))
-        return state_of(placed, {name: values}, tx, checkpoints.load(bare, folder)[0].params)
+        return state_of(placed, {name: values}, tx, xla_state.load(bare, folder)[0].params)
 
 
 def _arrays(batches: Sequence[Batch]) -> dict[str, np.ndarray]:

@@ -45,7 +45,7 @@ from fullshard.data.dataset import tokenizer_texts
 from fullshard.errors import CheckpointError, ConfigError, PreemptedError, untrusted
 from fullshard.launch.run_lock import is_holder
 from fullshard.models.config import sample_of_model
-from fullshard.observe.hang import watchdog
+from fullshard.observe import watchdog
 from fullshard.run.folder import HOLDS, LAST_SAVED, RunFolder, RunStatus
 from fullshard.run.loop import Keeper, Patience, Trainee
 from fullshard.run.optim import StepPlan

@@ -28,7 +28,7 @@ from fullshard.launch import rendezvous
 from fullshard.launch.exit_codes import SAVE_SIGNALS, ExitCode, LaunchFolder, caught_stop_signals
 from fullshard.models.build import model_config_of
 from fullshard.models.config import quiet_libraries
-from fullshard.observe.hang import watchdog
+from fullshard.observe import watchdog
 from fullshard.observe.metrics import memory_bytes, sampled
 from fullshard.recipes.base import RowBatches, Seat, load_data
 from fullshard.recipes.registry import Command

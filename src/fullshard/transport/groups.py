@@ -32,10 +32,9 @@ from fullshard.transport.base import (
     check_process,
     failed_message,
 )
-from fullshard.transport.c10d import C10dTransport
-from fullshard.transport.direct import DirectTransport
-from fullshard.transport.shared.home import SharedTransport
-from fullshard.transport.shared.segment import Host
+from fullshard.transport.c10d import C10dTransport, DirectTransport
+from fullshard.transport.segment import Host
+from fullshard.transport.shared import SharedTransport
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ import optax
 import torch
 from safetensors.torch import load_file, save_file
 
+from fullshard import xla_state
 from fullshard.config.schema import RunConfig, ShardConfig
 from fullshard.config.supported import check_supported
 from fullshard.config.values import Backend, DType
@@ -33,7 +34,7 @@ from fullshard.engine.hugging_face import read_config
 from fullshard.errors import ConfigError
 from fullshard.models.config import quiet_libraries
 from fullshard.models.small import NUM_LAYERS, model_arguments, shrink
-from fullshard.planner.arrays import ArrayPlan
+from fullshard.planner.arrays import ArrayPlan, ArraysPlan
 from fullshard.planner.mesh import row_of
 from fullshard.run.on_xla import state_of, torch_weights
 from fullshard.saving import SaveSettings
@@ -52,11 +53,6 @@ from fullshard.xla.loss import Decoder, next_token
 from fullshard.xla.opt_state import trained
 from fullshard.xla.plan import XlaPlan, mesh_for
 from fullshard.xla.step import State, Step, train_step
-from fullshard.xla_state import checkpoints
-
-if TYPE_CHECKING:
-    from fullshard.planner.arrays import ArraysPlan
-
 
 NUM_STEPS = 20
 LEARNING_RATE = 1e-3  # rounding noise grows faster with larger steps
@@ -237,8 +233,8 @@ def run_pass(folder: Path, job: CheckJob, choice: Pass) -> None:
         whole[HEAD] = whole[EMBEDDING].clone()
     save_file(whole, folder / choice.name / "state.safetensors")
     place = folder / choice.name / "checkpoint"
-    checkpoints.save(place, replace(state, opt_state=state.opt_state.inner), SaveSettings())
-    fresh, _ = checkpoints.load(placed, place, tx)
+    xla_state.save(place, replace(state, opt_state=state.opt_state.inner), SaveSettings())
+    fresh, _ = xla_state.load(placed, place, tx)
     seen = SeenState(state.opt_state.gradients, fresh.opt_state)
     again = replace(fresh, opt_state=seen)
     _train(again, step, _batches_of(folder, job, honest=True), [job.num_steps], (job, record))

@@ -30,11 +30,10 @@ from fullshard.errors import ConfigError, WillNotFitError
 from fullshard.outlook.devices import parse_gpus
 from fullshard.planner.arrays import ArraysPlan, Collectives
 from fullshard.xla import processes
-from fullshard.xla.census import census
 from fullshard.xla.opt_state import abstract_opt_state, rules_of
 from fullshard.xla.plan import Tree, XlaPlan
 from fullshard.xla.step import Beside, LossFn, State, gradients, train_step
-from fullshard.xla.traced import traced_collectives, within
+from fullshard.xla.traced import census, traced_collectives, within
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fullshard.errors import ConfigError
 from fullshard.planner.arrays import Collectives
-from fullshard.xla.census import census
 from fullshard.xla.gather import all_reduce, call_loss, once, reduce_whole, whole_but_blocks
 from fullshard.xla.opt_state import fresh, merged, opt_shardings, rules_of, trained, updated
 from fullshard.xla.plan import (
@@ -65,7 +64,7 @@ from fullshard.xla.plan import (
     place_batch,
     unpad,
 )
-from fullshard.xla.traced import is_local, traced_collectives
+from fullshard.xla.traced import census, is_local, traced_collectives
 
 _WORD = 4  # bytes of the narrowest integers that are sent
 NORM_EPSILON = 1e-6  # as in torch; optax has none

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fullshard.bench import page as bench_page
-from fullshard.bench import step
+from fullshard.bench import measurement, step
 from fullshard.bench.step import (
     CASES,
     COLUMNS,
@@ -173,9 +172,9 @@ def test_the_share_of_others_leaves_our_own_time_out(monkeypatch, own_s, others)
     """Ten seconds of two cores, 60 % of which are used."""
     walls, owns = iter([0.0, 10.0]), iter([0.0, 2 * own_s])
     cores = SimpleNamespace(cpu_percent=lambda: 60.0, cpu_count=lambda: 2)
-    monkeypatch.setattr(bench_page, "psutil", cores)
-    monkeypatch.setattr(bench_page, "time", SimpleNamespace(perf_counter=lambda: next(walls)))
-    monkeypatch.setattr(bench_page, "os", SimpleNamespace(times=lambda: [next(owns), 0, 0, 0]))
-    with bench_page.Neighbours() as neighbours:
+    monkeypatch.setattr(measurement, "psutil", cores)
+    monkeypatch.setattr(measurement, "time", SimpleNamespace(perf_counter=lambda: next(walls)))
+    monkeypatch.setattr(measurement, "os", SimpleNamespace(times=lambda: [next(owns), 0, 0, 0]))
+    with measurement.Neighbours() as neighbours:
         pass
     assert neighbours.share == pytest.approx(others)

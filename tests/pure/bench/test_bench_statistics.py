@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from fullshard.bench.page import (
+from fullshard.bench.measurement import (
     bootstrap,
     paired_ratio,
     removed_share,

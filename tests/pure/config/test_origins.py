@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.config.explain import write_yaml
 from fullshard.config.files import Origin, OriginKind, flatten
-from fullshard.config.load import load_config
+from fullshard.config.load import load_config, write_yaml
 from fullshard.config.schema import RunConfig, TrainingConfig
 from fullshard.config.values import IntervalStrategy, LrSchedule, Strategy
 from fullshard.errors import CheckpointError, ConfigError, DataError

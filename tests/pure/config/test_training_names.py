@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from fullshard.config.names import MOVED, names
 from fullshard.config.schema import LaunchConfig, TrainingConfig
+from fullshard.config.training import MOVED, names
 from fullshard.config.values import (
     DType,
     IntervalStrategy,

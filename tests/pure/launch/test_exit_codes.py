@@ -16,6 +16,8 @@ import pytest
 
 from fullshard import errors
 from fullshard.checkpoint.commit import failure as failure_of_save
+from fullshard.compat import MisuseValueError
+from fullshard.config.values import ConfigProblems, Problem
 from fullshard.launch.exit_codes import (
     STREAM,
     ExitCode,
@@ -26,6 +28,7 @@ from fullshard.launch.exit_codes import (
     exit_code_of_signal,
     first_cause,
     of_place,
+    public_name,
 )
 from fullshard.launch.spawn import LineCleaner
 
@@ -198,6 +201,11 @@ def test_every_code_of_our_errors_has_a_name():
         if issubclass(cls, errors.FullshardError)
     }
     assert codes <= set(ExitCode)
+
+
+def test_an_error_is_shown_by_its_class_in_the_tree_of_errors():
+    assert public_name(ConfigProblems([Problem("key", "", "unknown key")])) == "ConfigError"
+    assert public_name(MisuseValueError("a call that is refused")) == "EngineError"
 
 
 def test_ctrl_c_is_an_interrupt_and_sigterm_a_preemption():

@@ -4,9 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from fullshard.config.environment import read_launch_environment
-from fullshard.observe.hang import watchdog
-from fullshard.observe.hang.judge import Position, awaited, blamed, judge, streams
-from fullshard.planner.events import Event, EventKind
+from fullshard.observe import watchdog
+from fullshard.observe.hang import Position, awaited, blamed, judge, streams
+from fullshard.planner.schedule import Event, EventKind
 
 RANK_0 = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 TITLES = ("(root)", "a", "b", "c")

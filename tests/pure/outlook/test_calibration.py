@@ -6,7 +6,7 @@ import re
 import pytest
 
 from fullshard.errors import ConfigError
-from fullshard.outlook.calibration import (
+from fullshard.outlook.devices import (
     Calibration,
     Ceilings,
     HostOverhead,

@@ -6,7 +6,7 @@ import pytest
 
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import DType, GradSync, TransportKind
-from fullshard.outlook.calibration import Calibration, Ceilings, HostOverhead, Table
+from fullshard.outlook.devices import Calibration, Ceilings, HostOverhead, Table
 from fullshard.outlook.player import step_time
 from fullshard.planner.mesh import Topology
 from fullshard.planner.optimizers import ADAMW, SGD

@@ -3,7 +3,7 @@
 import pytest
 
 from fullshard.outlook.player import Bar, Cost, Lane, play
-from fullshard.planner.events import Event, EventKind
+from fullshard.planner.schedule import Event, EventKind
 
 GATHER, FORWARD, BACKWARD, REDUCE, ACCUMULATE, SETTLE = (
     EventKind.GATHER,

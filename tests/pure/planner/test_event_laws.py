@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fullshard as fs
-from fullshard.planner.events import EventKind
-from fullshard.planner.schedule import nominal_trace
+from fullshard.planner.schedule import EventKind, nominal_trace
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard")
 

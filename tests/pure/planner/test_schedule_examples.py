@@ -6,9 +6,9 @@ import pytest
 
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import DType
-from fullshard.planner.events import EventKind
 from fullshard.planner.mesh import Topology
 from fullshard.planner.plan import make_plan
+from fullshard.planner.schedule import EventKind
 from fullshard.planner.spec import ModelSpec, ModuleSpec, ParamSpec
 
 SIGNS = {

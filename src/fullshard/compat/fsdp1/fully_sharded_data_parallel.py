@@ -38,27 +38,30 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from fullshard.compat import first_values, state_dicts
-from fullshard.compat.errors import (
+from fullshard.compat import (
     MisuseAssertionError,
     MisuseError,
     MisuseValueError,
     NoSuchPartError,
     NotOfferedError,
+    state_dicts,
 )
 from fullshard.compat.fsdp1 import options
 from fullshard.compat.fsdp1.options import TrainingState, auto_wrap
 from fullshard.compat.state_dicts import HoldsShards, Wanted
 from fullshard.compat.wrapping import (
     Wrapped,
+    copy_first_values,
     engine_for,
     everyones,
     ignored_ids,
     mark,
     marked,
+    materialize,
     names_in,
     outermost,
     own_rank,
+    place,
     record_of,
     settings_of,
 )
@@ -69,9 +72,9 @@ from fullshard.engine.engine import Engine
 from fullshard.engine.full_state import whole_params
 from fullshard.engine.model_spec import places_of
 from fullshard.engine.state import unsharded
-from fullshard.planner.events import Sync
 from fullshard.planner.layout import clean_name
 from fullshard.planner.mesh import row_of
+from fullshard.planner.schedule import Sync
 
 logger = logging.getLogger(__name__)
 
@@ -167,10 +170,10 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
             own = options.own_modules(self, ignored)
             ignored |= {id(p) for m in own for p in m._parameters.values() if p is not None}
         modules = options.own_modules(self, ignored)
-        device = first_values.place(self, modules, given["device_id"])
-        first_values.materialize(modules, device, given["param_init_fn"])
+        device = place(self, modules, given["device_id"])
+        materialize(modules, device, given["param_init_fn"])
         if given["sync_module_states"]:
-            first_values.copy_first_values(modules, ignored)
+            copy_first_values(modules, ignored)
         precision = given["mixed_precision"] or MixedPrecision()
         everywhere = precision.cast_forward_inputs
         casts = everywhere or precision.cast_root_forward_inputs

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp._common_utils import TrainingState as TrainingState
 from torch.distributed.fsdp._wrap_utils import _auto_wrap
 
-from fullshard.compat.errors import MisuseTypeError, MisuseValueError, NotOfferedError
+from fullshard.compat import MisuseTypeError, MisuseValueError, NotOfferedError
 from fullshard.compat.wrapping import mesh_sizes, topology, wrapped_of
 from fullshard.config.values import Strategy, parse
 from fullshard.planner.mesh import order_of, row_of

@@ -13,11 +13,17 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fullshard import api
+from fullshard.compat import MisuseValueError
 from fullshard.compat.checkpoint_wrapper import checkpoint_wrapper
-from fullshard.compat.errors import MisuseValueError
-from fullshard.compat.first_values import copy_first_values, materialize, place
 from fullshard.compat.fsdp2.fully_shard import mark_unit
-from fullshard.compat.wrapping import engine_for, marked, wrapped_of
+from fullshard.compat.wrapping import (
+    copy_first_values,
+    engine_for,
+    marked,
+    materialize,
+    place,
+    wrapped_of,
+)
 from fullshard.config.values import DType, Strategy, WrapKind, parse
 from fullshard.engine.model_spec import NEVER_CALLED, spec_of
 from fullshard.planner.wrap import choose_units, repeated_blocks

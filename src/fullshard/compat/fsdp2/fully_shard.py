@@ -29,12 +29,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fullshard.compat import rows, state_dicts
-from fullshard.compat.errors import (
+from fullshard.compat import (
     MisuseAssertionError,
     MisuseError,
     MisuseValueError,
     NotOfferedError,
+    rows,
+    state_dicts,
 )
 from fullshard.compat.state_dicts import HoldsShards, Wanted
 from fullshard.compat.wrapping import (
@@ -61,12 +62,12 @@ from fullshard.engine._torch_compat import call_outside_compile
 from fullshard.engine.engine import Engine
 from fullshard.engine.homes import default_device
 from fullshard.engine.model_spec import NEVER_CALLED
+from fullshard.engine.modules import cast_output
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.precision import cast_output
 from fullshard.engine.state import unsharded
 from fullshard.launch.rendezvous import init_process_group
-from fullshard.planner.events import Sync
 from fullshard.planner.mesh import order_of
+from fullshard.planner.schedule import Sync
 from fullshard.transport.groups import backend_for
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fullshard.config.dialects.deepspeed import home, nvme_path, stage
-from fullshard.config.dialects.mesh import MESH
 from fullshard.config.dialects.rules import (
+    MESH,
     Meaning,
     Said,
     Status,

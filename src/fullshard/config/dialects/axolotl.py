@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import cast
 
 from fullshard.config.dialects.accelerate import FSDP
-from fullshard.config.dialects.mesh import axes
 from fullshard.config.dialects.rules import (
     NOTHING,
     Meaning,
@@ -13,6 +12,7 @@ from fullshard.config.dialects.rules import (
     Said,
     Status,
     Table,
+    axes,
     each,
     is_auto,
     is_empty,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
-from fullshard.config.dialects.mesh import AUTO_EP, AUTO_TP
 from fullshard.config.dialects.rules import (
+    AUTO_EP,
+    AUTO_TP,
     Meaning,
     Rule,
     Said,

@@ -11,8 +11,9 @@ from typing import cast
 
 from fullshard.config.dialects.accelerate import FSDP
 from fullshard.config.dialects.deepspeed import DEEPSPEED
-from fullshard.config.dialects.mesh import DISTRIBUTED, MESH
 from fullshard.config.dialects.rules import (
+    DISTRIBUTED,
+    MESH,
     NOTHING,
     Meaning,
     Rule,
@@ -32,8 +33,8 @@ from fullshard.config.dialects.rules import (
 )
 from fullshard.config.fields import Rejected, means_same, to_flag
 from fullshard.config.keys import canonical
-from fullshard.config.names import MOVED, names
 from fullshard.config.schema import TrainingConfig
+from fullshard.config.training import MOVED, names
 from fullshard.config.values import Strategy, did_you_mean, spellings, words_of
 
 _WORDS = ("auto_wrap", "offload")

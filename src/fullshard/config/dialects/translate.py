@@ -10,9 +10,9 @@ from typing import Any, cast
 from fullshard.config.dialects.accelerate import ACCELERATE, FSDP
 from fullshard.config.dialects.axolotl import AXOLOTL
 from fullshard.config.dialects.deepspeed import DEEPSPEED
-from fullshard.config.dialects.mesh import TORCHTITAN
 from fullshard.config.dialects.rules import (
     NOTHING,
+    TORCHTITAN,
     Meaning,
     Note,
     Rule,
@@ -28,9 +28,8 @@ from fullshard.config.dialects.trainer import FLAT, FLAT_MARKS, TRAINING
 from fullshard.config.fields import Rejected
 from fullshard.config.files import File, Origin, OriginKind, find, interpolated, read_file
 from fullshard.config.keys import canonical
-from fullshard.config.problems import ConfigProblems, Problem, join_key, show
 from fullshard.config.schema import RunConfig
-from fullshard.config.values import did_you_mean, words_of
+from fullshard.config.values import ConfigProblems, Problem, did_you_mean, join_key, show, words_of
 
 
 @dataclasses.dataclass(frozen=True)

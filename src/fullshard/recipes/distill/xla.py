@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from fullshard import xla_state
 from fullshard.config.schema import DistillConfig, RunConfig
 from fullshard.config.values import DistillLoss, DType
 from fullshard.errors import ConfigError
@@ -22,7 +23,6 @@ from fullshard.xla.decoder import DecoderConfig, teacher_table
 from fullshard.xla.loss import PROJECTION, Decoder, distillation, next_token
 from fullshard.xla.plan import Tree, XlaPlan
 from fullshard.xla.step import Fixed, LossFn
-from fullshard.xla_state import checkpoints
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class XlaTeaching:
         """The teacher's arrays; each process reads its devices' bytes. A collective."""
         if self.teacher is None:
             return None
-        return Fixed(self.teacher.plan, checkpoints.load(self.teacher.plan, self.folder)[0].params)
+        return Fixed(self.teacher.plan, xla_state.load(self.teacher.plan, self.folder)[0].params)
 
     def beside(self, batch: Batch) -> Batch:
         """The batch with cached logits, if there is a cache."""

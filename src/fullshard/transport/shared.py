@@ -54,8 +54,8 @@ from fullshard.transport.base import (
     combine_in_order,
     torch_dtype,
 )
-from fullshard.transport.direct import DirectTransport
-from fullshard.transport.shared.segment import (
+from fullshard.transport.c10d import DirectTransport
+from fullshard.transport.segment import (
     CACHE_LINE,
     AllValues,
     Board,

@@ -2,7 +2,7 @@
 
     rank k   thread, twice per second:  position --> TCPStore (not the training's process group)
     judge    the lowest rank that answers, and each rank whose collective failed, reads all
-             positions and decides (see judge.py)
+             positions and decides (see hang.py)
     verdict  --> every rank publishes its Python stacks --> the judge writes them into a file
              --> every rank ends with code 5
 
@@ -41,7 +41,7 @@ from fullshard.config.environment import (
     read_launch_environment,
 )
 from fullshard.errors import HangError, PreemptedError
-from fullshard.observe.hang.judge import (
+from fullshard.observe.hang import (
     EXCHANGE,
     LOST_S,
     SETTLED_S,
@@ -55,7 +55,7 @@ from fullshard.observe.hang.judge import (
     streams,
 )
 from fullshard.observe.metrics import wait_until
-from fullshard.planner.events import EventKind
+from fullshard.planner.schedule import EventKind
 
 DEFAULT_TIMEOUT_S = 600.0
 PREFIX = "fullshard/watchdog/{}"  # of its keys in the store of a launch, by its start
@@ -74,7 +74,7 @@ STANDS_S = 1.0  # a rank at one position for this long publishes the collectives
 MOVED_S = 0.002  # CPU time between two samples below which a thread counts as waiting
 LAST_EVENTS = 16
 
-_PACKAGE = str(Path(__file__).parents[2])
+_PACKAGE = str(Path(__file__).parents[1])
 _COLLECTIVES = f"{_PACKAGE}/transport/"
 _RUNTIME = f"{_PACKAGE}/engine/step.py"
 _LIBRARIES = (_PACKAGE, *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})

@@ -24,7 +24,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from fullshard.errors import HangError
-from fullshard.planner.events import Event, EventKind
+from fullshard.planner.schedule import Event, EventKind
 
 Entry = tuple[Event, int]  # an event and its step
 
