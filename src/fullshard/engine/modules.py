@@ -41,6 +41,9 @@ from fullshard.transport.base import torch_dtype
 
 logger = logging.getLogger(__name__)
 
+
+# ---- recompute
+
 _aten: Any = torch.ops.aten
 # Operations whose results selective recompute keeps: the most time per byte.
 _ATTENTION = (
@@ -134,6 +137,9 @@ def convert_reentrant(model: nn.Module) -> None:
             "checkpointing hides which gradients a sharded model will get. Call it with "
             "gradient_checkpointing_kwargs={'use_reentrant': False}."
         )
+
+
+# ---- dtypes
 
 
 def cast_tensors(value: Any, dtype: torch.dtype) -> Any:

@@ -37,6 +37,8 @@ from fullshard.transport.base import (
     torch_dtype,
 )
 
+# ---- torch.distributed's collectives
+
 
 class C10dTransport(MessageTransport):
     """In-place all-gather and reduce-scatter on the process groups' backend.
@@ -153,6 +155,8 @@ class SymmetricHome(Home):
                 memory.rendezvous(slot, group.group_name)
         return {ring.name: self._made[ring] for ring in rings if ring in self._made}
 
+
+# ---- direct exchange
 
 FETCH_TAG, REDUCE_TAG, OUTER_TAG, SPREAD_TAG = 1, 2, 3, 4  # relative to the model's first tag
 SIZES, SIZE_SHIFT = 1021, 20  # tags have 31 bits
