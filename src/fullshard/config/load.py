@@ -431,7 +431,7 @@ def _rules_out(name: str, value: object, rival: str, other: object) -> bool:
     """Whether a value leaves no room for that of a key with the same meaning.
 
     A value that is still to be chosen does not, nor does one that asks for nothing
-    (`bf16=false` beside `fp16: true`), unless the other one asks for the same thing.
+    (`bf16=false` next to `fp16: true`), unless the other one asks for the same thing.
     """
     if is_auto(value) or is_auto(other):
         return False

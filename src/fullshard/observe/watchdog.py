@@ -296,7 +296,7 @@ class Watchdog:
         _exit()
 
     def write(self, verdict: HangError, texts: dict[int, str], seen: dict[int, Position]) -> None:
-        """Writes the report, and tells the verdict."""
+        """Writes the report, and reports the verdict to the user."""
         lines = [str(verdict), "", *describe(seen)]
         for rank in sorted(texts):
             lines += ["", f"---- stacks of rank {rank} ----", texts[rank].rstrip()]
