@@ -322,9 +322,12 @@ class TrainingConfig(Section):
         return [*super().known_names(), *names()]
 
 
+# ---- names that are not fields, or that set another key
+
+
 @cache
 def names() -> Mapping[str, Rule]:
-    """Names below `training` that are no fields."""
+    """Names below `training` that are not fields."""
     return rows("TRAINING")
 
 

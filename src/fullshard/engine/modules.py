@@ -1,4 +1,4 @@
-"""What settings change in modules: recomputed blocks, dtypes of inputs, outputs and buffers.
+"""Changes to modules by settings: recomputed blocks; dtypes of inputs, outputs and buffers.
 
 [Note: where recompute is applied]
 With activation checkpointing a block's forward runs again in backward, so activations are not kept.

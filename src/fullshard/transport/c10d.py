@@ -4,6 +4,8 @@ In direct exchange each rank sends every peer only the part that the peer needs.
 all-gather and reduce-scatter clone whole buffers and send twice as much as necessary (docs/log.md,
 Step time and transports). Point-to-point messages on the same process group write directly to their
 destination.
+
+On NCCL, `SymmetricHome` allocates slots in memory that all ranks may access.
 """
 
 from __future__ import annotations
