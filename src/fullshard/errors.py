@@ -1,4 +1,4 @@
-"""Every exception that fullshard raises on purpose.
+"""The types of all exceptions that fullshard raises on purpose, and help in raising them.
 
     FullshardError                    1   base of all errors below
     |-- ConfigError (ValueError)      2   a key, a value, a mesh, a file that cannot be used
@@ -17,7 +17,9 @@
     `-- EngineError (RuntimeError)    1   the engine was used in an unsupported way
         `-- SlotError                 1   two units need one slot at once, or a slot is stale
 
-The number is the exit code of every command (130 is reserved for an interrupt).
+The number is the exit code of every command (130 is reserved for an interrupt). Subclasses are in
+config/values.py (`ConfigProblems`, all problems of an input) and in compat/ (the types of torch's
+interfaces).
 Messages have one form: what was expected, what was given, what to do.
 """
 

@@ -4,7 +4,8 @@ Saving: stacked arrays become one tensor per layer; every process writes one ran
 A shard of an array that is cut along a later dimension is not a contiguous range of the tensor.
 Each layer is therefore resharded along its flat elements before it is written.
 
-Loading: each device reads its slice of every tensor, however the files divide it.
+Loading: each device reads its slice of every tensor, however the files divide it. Parameters are
+also read from Hugging Face folders and from trees of arrays that orbax saved.
 
 An optimizer's states have torch's names, by parameter. Other leaves are saved whole.
 """
@@ -48,6 +49,9 @@ from fullshard.xla.processes import agree, lead
 from fullshard.xla.step import State, scalar, with_optimizer
 
 logger = logging.getLogger(__name__)
+
+
+# ---- saving
 
 
 @dataclass(frozen=True)
@@ -184,6 +188,8 @@ def _facts(state: State, step: int | None, extras: Extras) -> tuple[dict[str, An
     return facts, pieces
 
 
+# ---- names in a checkpoint
+
 ADAMW = ("scale_by_adam",)
 # torch's names of AdamW's states, which checkpoints use
 STATE_NAMES = {"mu": "exp_avg", "nu": "exp_avg_sq"}
@@ -248,6 +254,9 @@ def bytes_of(values: np.ndarray) -> memoryview:
     """The memory of a contiguous array."""
     data: Any = values.reshape(-1).view(np.uint8)
     return memoryview(data)
+
+
+# ---- loading
 
 
 def load(
@@ -390,6 +399,9 @@ def _read_leaf(source: _Saved, prefix: str, name: str, like: Any, impl: str) -> 
 
 def _state_key(word: str, name: str) -> str:
     return key_of(Kind.OPTIMIZER, name, word)
+
+
+# ---- the files that are read
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A measurement: its local ranks and their memory, statistics, a JSON object and a Markdown page.
+"""A measurement: its page (JSON and Markdown), other processes, statistics, and its local ranks.
 
 A page shows how busy other processes kept the machine during the measurement.
 
@@ -188,7 +188,6 @@ def wait_until_idle(limit_s: float, say: Say) -> bool:
 
 # ---- statistics ----------------------------------------------------------------------------------
 
-
 NUM_RESAMPLES = 2000
 TAIL = 0.025  # on each side: a 95 % interval
 
@@ -281,6 +280,8 @@ def largest_difference(losses: Mapping[str, Sequence[float]], reference: str) ->
     return found
 
 
+# ---- memory and time of a rank -------------------------------------------------------------------
+
 SAMPLE_EVERY_S = 0.002
 
 
@@ -323,7 +324,7 @@ def timed(act: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - start, time.process_time() - used
 
 
-# ---- running -------------------------------------------------------------------------------------
+# ---- local ranks ---------------------------------------------------------------------------------
 
 
 def run_ranks(

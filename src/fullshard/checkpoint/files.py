@@ -48,13 +48,13 @@ class Piece:
     """A slice of a tensor, to be written.
 
     Attributes:
-        key: See [Note: keys].
+        key: See [Note: keys] in format.py.
         dtype: Dtype, as safetensors names it.
         shape: Global shape; of an opaque tensor its own.
         start: First element, in row-major order; for an opaque tensor, the first of its parameter.
         stop: One past the last.
         data: Returns its bytes in one block; called when they are written.
-        opaque: Whether only this rank can read it (see [Note: keys]).
+        opaque: Whether only this rank can read it (see [Note: keys] in format.py).
     """
 
     key: str

@@ -212,7 +212,7 @@ def candidates(path: Path) -> list[Found]:
     with untrusted(f"checkpoint '{path}'", "a checkpoint or a folder of step-* folders"):
         if (path / COMPLETE).is_file():
             return [look_at(path)]
-        # Of a checkpoint without a step, see [Note: nothing half]; stores rename nothing.
+        # Of a checkpoint without a step ([Note: nothing half] in commit.py); stores rename nothing.
         for what in () if isinstance(path, StorePath) else (SAVING, OLD):
             for left in sorted(path.parent.glob(f".{escape(path.name)}.{what}-*")):
                 if not path.exists() and (left / COMPLETE).is_file():
@@ -291,7 +291,8 @@ def tidy(target: Path) -> None:
     """Remove leftovers of interrupted saves next to `target`, where the next save will be.
 
     The caller must have the folder to itself. If a crash interrupted the two renames of
-    [Note: nothing half], the leftover is the last good checkpoint, and gets its name back.
+    [Note: nothing half] in commit.py, the leftover is the last good checkpoint, and gets its name
+    back.
     """
     if isinstance(target, StorePath):
         _tidy_store(target)

@@ -1,1 +1,1 @@
-"""The command line: parse, call, print. One thin file a command."""
+"""The command line: parse, call, print. One thin file per command."""

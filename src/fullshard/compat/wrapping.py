@@ -797,6 +797,9 @@ def _close(module: nn.Module) -> Engine:
     return engine
 
 
+# ---- devices and initial values
+
+
 def place(root: nn.Module, modules: list[nn.Module], device_id: Any) -> torch.device:
     """Returns the device of a unit and moves its modules there.
 

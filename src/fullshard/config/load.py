@@ -4,7 +4,8 @@ train.yaml --+
 fsdp.yaml  --+--> in our keys --> merged --> mapping --> RunConfig --> Resolved
 key=value  --+    (dialects)
 
-A resolved configuration is written as YAML or data with origins. Schemas are for editors.
+The end of this file writes a resolved configuration as YAML with origins (a run's config.yaml), as
+text or data for `fullshard config explain`, and the JSON Schemas with which editors check files.
 """
 
 from __future__ import annotations
@@ -65,6 +66,9 @@ from fullshard.errors import FullshardError
 _NO_MODEL = {"name_or_path": None, "config": None, "trust_remote_code": False}
 
 ErrorT = TypeVar("ErrorT", bound=FullshardError)
+
+
+# ---- the resolved configuration
 
 
 class Origins:
@@ -208,6 +212,9 @@ class Resolved:
         return type(error)(f"sharding.{text}") if key in ShardConfig.field_names() else error
 
 
+# ---- loading
+
+
 def load_config(
     path: Path | Sequence[Path | File] | None,
     overrides: Sequence[str] = (),
@@ -293,6 +300,9 @@ def _replaced_names(given: Iterable[str]) -> list[str]:
     return [*keys, *(key.removeprefix("training.") for key in keys)]
 
 
+# ---- the command line
+
+
 def overrides_from_args(args: Sequence[str]) -> list[str]:
     """Converts remaining command-line arguments to `key=value` texts.
 
@@ -347,6 +357,9 @@ def _command_line(texts: Sequence[str], present: Sequence[str]) -> tuple[File, l
         except ConfigProblems as error:
             problems += error.problems
     return file, problems
+
+
+# ---- merging
 
 
 def _check_engines(layers: Sequence[Translation]) -> None:
@@ -418,7 +431,7 @@ def _rules_out(name: str, value: object, rival: str, other: object) -> bool:
     """Whether a value leaves no room for that of a key with the same meaning.
 
     A value that is still to be chosen does not, nor does one that asks for nothing
-    (`bf16=false` beside `fp16: true`), unless the other one asks for the same thing.
+    (`bf16=false` next to `fp16: true`), unless the other one asks for the same thing.
     """
     if is_auto(value) or is_auto(other):
         return False
@@ -472,6 +485,9 @@ def _near(problem: Problem) -> Problem:
     return dataclasses.replace(problem, advice=near or problem.advice)
 
 
+# ---- notes and origins
+
+
 def _judge(note: Note, index: Origins) -> Note:
     """Updates the notes of keys that another key has replaced."""
     deciding = [
@@ -513,6 +529,8 @@ def _origins(config: RunConfig, index: Origins) -> dict[str, Origin]:
         for key in values
     }
 
+
+# ---- written as YAML, explained, and its JSON Schemas
 
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _COMMENT_COLUMN = 48

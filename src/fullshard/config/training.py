@@ -1,5 +1,5 @@
 """TrainingConfig: the names of Hugging Face's TrainingArguments that the main loop supports,
-and the names that are no fields here or that set another key.
+and the names that are not fields here or that set another key.
 
     names    names below `training` without effect, lost or not supported yet (dialects/keys.yaml)
     MOVES    keys that set another key: `training.bf16` sets a dtype of `sharding`
@@ -322,9 +322,12 @@ class TrainingConfig(Section):
         return [*super().known_names(), *names()]
 
 
+# ---- names that are not fields, or that set another key
+
+
 @cache
 def names() -> Mapping[str, Rule]:
-    """Names below `training` that are no fields."""
+    """Names below `training` that are not fields."""
     return rows("TRAINING")
 
 

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from pydantic_core import CoreSchema
 
 
+# ---- the enums
+
+
 class Choice(StrEnum):
     """An enum whose members have alternative spellings from other tools.
 
@@ -124,8 +127,8 @@ class GradSync(Choice):
 
     EVERY_MICRO_BATCH = "every_micro_batch"  # least memory
     LAST_MICRO_BATCH = "last_micro_batch"  # least traffic; unsharded gradients stay in memory
-    LAST_MICRO_BATCH_OUTER = "last_micro_batch_outer"  # shard axis: every time; replicate axis:
-    # last
+    # over the shard axis every one, over the replicate axis the last
+    LAST_MICRO_BATCH_OUTER = "last_micro_batch_outer"
 
 
 class WrapKind(Choice):
@@ -261,6 +264,8 @@ class Recompute(NamedTuple):
         return f"every_{self.every}" if self.every > 1 else self.kind.value
 
 
+# ---- from text to an enum
+
 ChoiceT = TypeVar("ChoiceT", bound=Choice)
 
 
@@ -361,6 +366,9 @@ def did_you_mean(value: object, choices: Collection[str]) -> str:
     return f"Did you mean '{near}'?" if near else ""
 
 
+# ---- problems of an input
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """A single problem of an input.
@@ -380,7 +388,7 @@ class Problem:
     place: str = ""
 
     def __str__(self) -> str:
-        """The problem as one line in the grammar above."""
+        """The problem as one line in the grammar of this file's docstring."""
         separator = "; " if "," in self.expected else ", "
         said = f"expected {self.expected}{separator}got {self.got}" if self.expected else self.got
         head = ": ".join(part for part in (self.place, self.key, said) if part)

@@ -6,7 +6,7 @@
     row      [ example 4       ][ example 0 ][ ex. 7 ]..    the rest is padding
     places   0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5 0 1 2 3 4 0    restart with each example
 
-data/tokens.json, tokens/     the parts; see [Note: prepared tokens]
+data/tokens.json, tokens/     the parts; see [Note: prepared tokens] in data/tokenize.py
 data/train/starts.npy         (num_examples,)   place of each example in the parts, row after row
 data/train/sizes.npy          (num_examples,)   tokens of each example in its row
 data/train/rows.npy           (num_rows + 1,)   first example of each row

@@ -11,7 +11,7 @@ stream      tok tok <eot> tok tok tok <eot> tok ...
 sequences   |<-- length -->|<-- length -->| ... | rest: dropped, and reported
 
 data/tokens.json     token files of every source, for training and evaluation
-data/tokens/         links to prepared files; see [Note: prepared tokens]
+data/tokens/         links to prepared files; see [Note: prepared tokens] in data/tokenize.py
 
 Everything is read and checked before any rank trains, so an error in the data is reported once.
 """
@@ -128,7 +128,7 @@ class Dataset(PreparedData):
         arrays = {"input_ids": ids, "labels": np.where(chosen[:, None] < 0, IGNORED, ids)}
         if (end := self.facts.separator) is None:
             return arrays
-        places = np.arange(ids.shape[1])  # see [Note: documents]
+        places = np.arange(ids.shape[1])  # see [Note: documents] in data/chat_rows.py
         begins = np.zeros_like(ids)
         begins[:, 1:] = np.where(ids[:, :-1] == end, places[1:], 0)
         arrays["labels"][begins > 0] = IGNORED  # nothing before it belongs to its document

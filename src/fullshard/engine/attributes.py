@@ -3,10 +3,11 @@
     def forward(self, x):
         self.aux_loss = balance(self.router(x))     # read by the code that sums the losses
 
-The gradient of such a tensor enters the unit like the gradient of an output, so it is watched (see
-[Note: watched outputs]). Attributes that may hold tensors or small containers are scanned; the list
-is cached until a module gets another attribute. An attribute that is None or a number may hold a
-tensor later (`self.aux_loss = 0.0` in an evaluation), unless its class lists it as a constant.
+The gradient of such a tensor enters the unit like the gradient of an output, so it is watched
+([Note: watched outputs] in engine/step.py). Attributes that may hold tensors or small containers
+are scanned; the list is cached until a module gets another attribute. An attribute that is None or
+a number may hold a tensor later (`self.aux_loss = 0.0` in an evaluation), unless its class lists it
+as a constant.
 """
 
 from __future__ import annotations

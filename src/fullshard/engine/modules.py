@@ -1,4 +1,4 @@
-"""What settings change in modules: recomputed blocks, dtypes of inputs, outputs and buffers.
+"""Changes to modules by settings: recomputed blocks; dtypes of inputs, outputs and buffers.
 
 [Note: where recompute is applied]
 With activation checkpointing a block's forward runs again in backward, so activations are not kept.
@@ -40,6 +40,9 @@ from fullshard.planner.spec import matches, parent_name
 from fullshard.transport.base import torch_dtype
 
 logger = logging.getLogger(__name__)
+
+
+# ---- recompute
 
 _aten: Any = torch.ops.aten
 # Operations whose results selective recompute keeps: the most time per byte.
@@ -134,6 +137,9 @@ def convert_reentrant(model: nn.Module) -> None:
             "checkpointing hides which gradients a sharded model will get. Call it with "
             "gradient_checkpointing_kwargs={'use_reentrant': False}."
         )
+
+
+# ---- dtypes
 
 
 def cast_tensors(value: Any, dtype: torch.dtype) -> Any:

@@ -50,7 +50,7 @@ from fullshard.planner.layout import clean_name
 
 
 class Guarded:
-    """`__torch_function__` of all shards. See [Note: the guard]."""
+    """`__torch_function__` of all shards. See [Note: the guard] in engine/guard.py."""
 
     record: ShardRecord
     alias_of: Any = None  # the gradient that this aliases: `p.grad.data`

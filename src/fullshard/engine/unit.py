@@ -375,7 +375,7 @@ class Versions:
         self.mark(is_open=True)
 
     def add(self, views: Sequence[torch.Tensor], unit: Any) -> None:
-        """Refuse reads of these views of the unit's slots, too. See [Note: kept views]."""
+        """Refuse reads of these views of slots, too. See [Note: kept views] in computed.py."""
         self._views = {weak: kinds for weak, kinds in self._views.items() if weak() is not None}
         for kind in set(map(type, views)) - set(self._closed):
             self._closed[kind] = released(kind, unit)  # freed by the garbage collector only
@@ -535,7 +535,7 @@ class Unit:
         return False
 
     def find_views(self, units: Sequence[Unit], num_before: int | None) -> None:
-        """Find views of the weights that somebody keeps. See [Note: kept views].
+        """Find views of the weights that somebody keeps. See [Note: kept views] in computed.py.
 
         Args:
             units: All units, whose own views of the slots are none.

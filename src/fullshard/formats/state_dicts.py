@@ -2,7 +2,8 @@
 
 torch.save files are read without executing code in them: `weights_only=True` builds tensors, plain
 containers and the classes named here. Sharded tensors and other tools' records become stand-ins,
-data without behaviour, so reading needs neither a process group nor the other tool.
+data without behaviour, so reading needs neither a process group nor the other tool. The files of
+other formats (dcp.py, deepspeed.py) are read in the same way.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from fullshard.checkpoint.format import AVERAGE, natural
 from fullshard.config.regular_files import open_regular, read_regular
 from fullshard.errors import CheckpointError, untrusted
 from fullshard.formats.source import Entry, OptimizerSource, Source, check_once
+
+# ---- reading without executing code
 
 
 class Foreign:
@@ -216,6 +219,8 @@ def _begin(file: Path | io.BytesIO) -> bytes:
         return opened.read(len(_ZIP))
 
 
+# ---- sources
+
 States = Mapping[str, Mapping[str, Any]]  # parameter -> state -> value
 RANK_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 WRAPPERS = ("model", "state_dict", "module", "model_state_dict")  # around the tensors, in places
@@ -347,6 +352,9 @@ def _unwrapped(state: Any) -> tuple[Mapping[str, Any], list[str]]:
         beside += [str(name) for name in state if name != inner]
         state = state[inner]
     return state, beside
+
+
+# ---- tensors from the parts of ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -324,8 +324,8 @@ def _is_count(value: Any) -> bool:
 #
 #     logits([a a a b b b])  ==  logits([a a a]), logits([b b b])
 #
-# Most models of transformers do, using `position_ids` (see [Note: documents]). Some have no such
-# argument, or layers that mix all tokens of a row.
+# Most models of transformers do, using `position_ids` (see [Note: documents] in data/chat_rows.py).
+# Some have no such argument, or layers that mix all tokens of a row.
 
 LENGTHS = (5, 7)
 TOLERANCE = 1e-5  # some models return float32 logits

@@ -1,1 +1,1 @@
-"""Watching a run: metrics, traces, reports."""
+"""Watching a run: metrics, trackers, reports, hangs."""

@@ -29,6 +29,9 @@ from fullshard.planner.schedule import Event, EventKind
 Entry = tuple[Event, int]  # an event and its step
 
 
+# ---- the last events of a rank
+
+
 class EventRing:
     """Keeps the last `capacity` events.
 
@@ -72,6 +75,8 @@ def in_words(event: Event, step: int, titles: Sequence[str]) -> str:
     title = titles[event.unit] if event.unit >= 0 else "the model"
     return f"step {step + 1}: {event.kind.value} {title}"
 
+
+# ---- the position of a rank
 
 SETTLED_S = 3.0  # ranks that have not moved for so long are compared
 LOST_S = 1.5  # silence of a rank that died, or is elsewhere while a collective failed
@@ -177,7 +182,7 @@ class Position:
 _READER = TypeAdapter(Position)
 
 
-# ---- the published position of a rank
+# ---- what a rank publishes of its events
 
 
 def awaited(open_: Entry, entries: Sequence[Entry], titles: Sequence[str], model: int) -> dict:

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: an object a step and one an evaluation; `metrics.csv`: the same as a table.
+"""`metrics.jsonl`: an object per step and evaluation; `metrics.csv`: the same as a table.
 
 `saves.jsonl` has an object per checkpoint, and `samples.jsonl` one per text of the model.
 
@@ -275,7 +275,7 @@ def process_bytes(pid: int | str = "self") -> int:
 
 
 def _size(file: str, name: str, pid: int | str = "self") -> int:
-    """Bytes that a file of a process tells; 0 if this kernel does not."""
+    """Bytes that a file of a process in /proc reports; 0 if this kernel has none."""
     found = re.search(rf"^{name}:\s*(\d+)", Path(f"/proc/{pid}/{file}").read_text(), re.MULTILINE)
     return 1024 * int(found[1]) if found else 0
 

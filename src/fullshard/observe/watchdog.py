@@ -69,7 +69,6 @@ STACKS_SIGNAL = signal.SIGUSR2  # SIGUSR1 is what schedulers send as a warning
 _STORE_GONE = (RuntimeError, AttributeError)
 _VERDICT = 1_000_000  # added to the alarm by a verdict; a question adds 1
 
-
 STANDS_S = 1.0  # a rank at one position for this long publishes the collectives it issued
 MOVED_S = 0.002  # CPU time between two samples below which a thread counts as waiting
 LAST_EVENTS = 16
@@ -297,7 +296,7 @@ class Watchdog:
         _exit()
 
     def write(self, verdict: HangError, texts: dict[int, str], seen: dict[int, Position]) -> None:
-        """Writes the report, and tells the verdict."""
+        """Writes the report, and reports the verdict to the user."""
         lines = [str(verdict), "", *describe(seen)]
         for rank in sorted(texts):
             lines += ["", f"---- stacks of rank {rank} ----", texts[rank].rstrip()]
@@ -331,6 +330,8 @@ class Watchdog:
             return "(none: the process is stopped, by SIGSTOP or a debugger)\n"
         return stacks_of(at.pid, rank_log(log_dir, at.rank))
 
+
+# ---- what the judge and the launcher read of other ranks
 
 NO_STACKS = "(none: the rank does not answer)\n"
 
@@ -370,6 +371,8 @@ def _published(channel: Any, ranks: Iterable[int], known: Container[int]) -> Ite
     texts = channel.multi_get(keys) if keys else []
     return filter(None, map(Position.from_json, texts))
 
+
+# ---- the watchdog of this process
 
 _current: list[Watchdog] = []
 _on_hang: list[Callable[[HangError], None]] = []

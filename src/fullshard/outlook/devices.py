@@ -270,7 +270,6 @@ def _device(name: str, values: object) -> Device:
 
 # ---- the table -----------------------------------------------------------------------------------
 
-
 _TABLE: dict[str, Any] = packaged_table("fullshard.outlook", "devices.yaml")
 DEVICES = {name: _device(name, row) for name, row in _TABLE.items()}
 GPU_MEMORY = {
@@ -279,6 +278,8 @@ GPU_MEMORY = {
     if device.sold
 }
 
+
+# ---- the measured speed of a machine -------------------------------------------------------------
 
 SCHEMA_VERSION = 1
 CALIBRATION_FILE = "calibration.json"
@@ -415,7 +416,7 @@ class Calibration:
         return self.hosts.get(num_ranks)
 
 
-# ---- the file ------------------------------------------------------------------------------------
+# ---- the file of a calibration -------------------------------------------------------------------
 
 
 _TableName = Annotated[str, Field(pattern="^(operations|transfers) ")]

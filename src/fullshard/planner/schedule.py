@@ -1,6 +1,6 @@
 """The actions of a step as data, and the state machine that gathers, releases and reduces units.
 
-It is pure: it moves no bytes. Recorders of actions implement `Recorder`.
+It is pure: it moves no bytes. Whatever records an engine's actions implements `Recorder`.
 
 The engine's hooks call the `Scheduler` ("layers.3 is entered"), which returns the events that
 follow. The planner drives the same machine with the nominal order. A plan's event list and the
@@ -32,6 +32,8 @@ from typing import Protocol
 
 from fullshard.errors import SlotError
 from fullshard.planner.units import UnitPlan, ancestors_of
+
+# ---- events
 
 
 class EventKind(StrEnum):
@@ -109,6 +111,8 @@ def event_of(kind: EventKind, unit: int, num_bytes: int = 0) -> Event:
     return Event(kind, unit, num_bytes)
 
 
+# ---- the order of units
+
 ROOT = 0  # the root's index
 
 
@@ -169,6 +173,9 @@ def nominal_trace(units: Sequence[UnitPlan], entered: Sequence[int]) -> list[tup
         stack.append(index)
     trace.extend(("leave", index) for index in reversed(stack))
     return trace
+
+
+# ---- the state machine
 
 
 class Scheduler:

@@ -2,7 +2,7 @@
 
     recipes/NAME/
       __init__.py  the docstring is the command's help; EXAMPLE: words that follow the command;
-                   COMMAND: the job without a configuration file, and checks
+                   COMMAND: its sections, checks, and the job without a configuration file
       recipe.py    KINDS: the data and the loss of each command
 
 `distill-cache` is `fullshard distill cache`. This module and every `__init__.py` import no other

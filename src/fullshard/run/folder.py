@@ -2,7 +2,7 @@
 
 runs/train/
   config.yaml        resolved, with origins          plan.json      what the engine ran
-  run.json           status, planned, measured       metrics.jsonl  one object a step
+  run.json           status, planned, measured       metrics.jsonl  one object per step
   saves.jsonl        how long each save took         metrics.csv    the same as a table
   samples.jsonl      texts while it trains           logs/hang.txt  of a hang, who waits where
   machine-N.jsonl    use of each machine over time

@@ -175,7 +175,8 @@ class TorchTrainee(Trainee):
         raise DivergedError(diverged(what, value, step, self._num_skipped - 1))
 
     def _even_out(self, batches: list[Batch], step: int, loop: Loop) -> tuple[list[Batch], int]:
-        """The same number of micro-batches on every rank, and N of [Note: global token mean].
+        """The same number of micro-batches on every rank, and the N of [Note: global
+        token mean] in recipes/base.py.
 
         [Note: uneven batches]
         A rank with fewer micro-batches than another would leave the other waiting in a collective.

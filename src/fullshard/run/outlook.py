@@ -1,5 +1,7 @@
 """The plan of a run before it starts: its memory and time, and whether it fits.
 
+`foresee` makes it for either engine. The end of this file traces the run's micro-batches.
+
 [Note: traced in part]
 Memory and compute of a micro-batch come from tracing the run's own model and loss. Only some blocks
 of a deep model are traced. If blocks repeat with period p (1 if all are alike), the difference
@@ -499,6 +501,8 @@ def explained_memory(view: Callable[[], View]) -> Iterator[None]:
         told = with_plan(message, found.rows, found.advice() or [smaller])
         raise OutOfMemoryError(told) from error
 
+
+# ---- tracing a micro-batch
 
 logger = logging.getLogger(__name__)
 

@@ -4,6 +4,8 @@ In direct exchange each rank sends every peer only the part that the peer needs.
 all-gather and reduce-scatter clone whole buffers and send twice as much as necessary (docs/log.md,
 Step time and transports). Point-to-point messages on the same process group write directly to their
 destination.
+
+On NCCL, `SymmetricHome` allocates slots in memory that all ranks may access.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ from fullshard.transport.base import (
     sum_in_order,
     torch_dtype,
 )
+
+# ---- torch.distributed's collectives
 
 
 class C10dTransport(MessageTransport):
@@ -153,6 +157,8 @@ class SymmetricHome(Home):
                 memory.rendezvous(slot, group.group_name)
         return {ring.name: self._made[ring] for ring in rings if ring in self._made}
 
+
+# ---- direct exchange
 
 FETCH_TAG, REDUCE_TAG, OUTER_TAG, SPREAD_TAG = 1, 2, 3, 4  # relative to the model's first tag
 SIZES, SIZE_SHIFT = 1021, 20  # tags have 31 bits

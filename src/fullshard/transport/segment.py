@@ -87,6 +87,9 @@ class Host:
         return cls(boot, *inodes)
 
 
+# ---- shared memory
+
+
 class Segment:
     """Shared memory of all parts.
 
@@ -137,7 +140,7 @@ _MAPPINGS: WeakSet[mmap.mmap] = WeakSet()
 
 
 def _shut() -> None:
-    """A forked process cannot access shared memory. See [Note: forked processes]."""
+    """Take access from a forked process. See [Note: forked processes] in transport/base.py."""
     for mapping in _MAPPINGS:
         address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
         _mprotect(ctypes.c_void_p(address), ctypes.c_size_t(len(mapping)), 0)
@@ -242,7 +245,6 @@ def _map(descriptor: int, num_bytes: int, needed_bytes: int) -> Segment:
 
 
 # ---- progress counters ---------------------------------------------------------------------------
-
 
 CACHE_LINE = 64
 TIMEOUT_S = 1800.0  # torch's limit for a collective; the watchdog's is shorter

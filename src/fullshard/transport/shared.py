@@ -64,6 +64,8 @@ from fullshard.transport.segment import (
     typed,
 )
 
+# ---- the home
+
 
 class SharedHome(Home):
     """Memory of all ranks of one host. See [Note: who may write when].
@@ -194,7 +196,7 @@ class PeerSlots:
         most_groups: Most buffers of a reduction or gather.
         all_values: Returns the values of all parts.
         ours: Rings of the slots.
-        marks: Counters of the reductions, or gathers, that a rank has shown and has read.
+        marks: The counters of reductions (or of gathers) that a rank has published, and has read.
     """
 
     def __init__(
@@ -259,7 +261,7 @@ class PeerSlots:
         """Publish the places of this rank's buffers.
 
         Args:
-            fulls: (numel,) each; a buffer outside the slots is copied to the overflow.
+            fulls: Buffers, (numel,) each; one outside the slots is copied to the overflow.
 
         Returns:
             The number of the reduction or gather.

@@ -275,7 +275,8 @@ def logits_of(config: DecoderConfig, plan: XlaPlan, params: Tree, batch: Any) ->
         plan: Plan of its arrays.
         params: Whole arrays, and shards of the blocks.
         batch: `input_ids`, and where rows hold several documents `position_ids`, which restart
-            with each: no token sees another document. See [Note: documents].
+            with each: no token sees another document. See [Note: documents] in
+            data/chat_rows.py.
     """
 
     return hidden_of(config, plan, params, batch) @ head_of(config, params).T
@@ -474,6 +475,8 @@ def _expect(model: str, key: str, value: Any, known: tuple[Any, ...]) -> None:
             f"decoder supports no other; got {value}. Use backend: torch."
         )
 
+
+# ---- experts of a mixture
 
 MOST_ROWS = 256  # of a block; smaller ones where an expert has fewer pairs on average
 

@@ -102,10 +102,12 @@ def gather_arrays(plan: XlaPlan, arrays: Sequence[ArrayPlan], shards: Tree) -> T
 
 
 def call_loss(plan: XlaPlan, loss: Callable[[Tree], T], params: Tree) -> T:
-    """Return the results of a loss function. Its sums are split; see [Note: sums over samples].
+    """Return the results of a loss function. Its sums are split; see [Note: sums over samples]
+    in xla/traced.py.
 
     Raises:
-        ConfigError: It combines the elements of a shard; see [Note: shards of blocks].
+        ConfigError: It combines the elements of a shard; see [Note: shards of blocks] in
+            xla/traced.py.
     """
     traced, shapes = jax.make_jaxpr(loss, return_shape=True)(params)
     found = set[int]()

@@ -161,7 +161,7 @@ class XlaPlan:
 
     Attributes:
         table: Arrays, their sharding, collectives and memory, as plain data. A step that is traced
-            adds its collectives: see [Note: traced collectives].
+            adds its collectives: see [Note: traced collectives] in xla/traced.py.
         mesh: Devices over 'replicate', 'shard' and, if there are any, 'expert' and 'tensor'.
         structure: Tree structure of the parameters.
         platform: Platform of the devices: cpu, gpu, tpu; "" if it is not known.

@@ -385,7 +385,7 @@ def _stored(plan: XlaPlan) -> Any:
 
 def _on_devices(plan: XlaPlan, function: Any, in_specs: Any, out_specs: Any) -> Any:
     """The function of all devices, each with its part."""
-    return jax.shard_map(  # see [Note: gathers on XLA]
+    return jax.shard_map(  # see [Note: gathers on XLA] in xla/gather.py
         function, mesh=plan.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
 

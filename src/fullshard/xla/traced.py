@@ -54,6 +54,9 @@ _CALLED = re.compile(r"(?:calls|to_apply|body|branch_computations)=\{?(%[\w.\-]+
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
+# ---- compiled programs
+
+
 def census(compiled: Any, *, num_trips: int | None = None) -> dict[str, Collectives]:
     """Returns the count and bytes of each kind of collective in a program.
 
@@ -146,6 +149,8 @@ def _one_of(line: str, key: str) -> str:
     assert match is not None, line
     return match[1]
 
+
+# ---- traced programs
 
 # Primitives of jax -> the collective that XLA compiles them to
 _PRIMITIVES = {"all_gather": GATHER, "reduce_scatter": SCATTER, "all_to_all": EXCHANGE}

@@ -114,8 +114,7 @@ def refused(value: object, advice: str) -> ConfigProblems:
     return ConfigProblems([Problem("", "", f"{show(value)} is not yet supported", advice)])
 
 
-# ---- properties of values
-# -----------------------------------------------------------------------------
+# ---- properties of values ------------------------------------------------------------------------
 
 
 def is_empty(value: object) -> bool:
@@ -286,6 +285,8 @@ def file_rule(value: object, _: Said) -> Meaning:
     """A value that is the name of a DeepSpeed file."""
     return Meaning(Status.TRANSLATED, f"{value} is read", file=str(value))
 
+
+# ---- axes of a mesh ------------------------------------------------------------------------------
 
 _TENSOR_PLAN = "the tensor plan cuts the experts over the same ranks"
 

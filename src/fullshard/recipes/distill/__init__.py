@@ -60,7 +60,7 @@ def _check(config: RunConfig, command: Command) -> Iterator[Problem]:
 def job(resolved: Resolved | None) -> File:
     """The job without a configuration file; its cuts apply only to its own teacher.
 
-    A student that is named beside a cache needs no teacher.
+    A student that is named together with a cache needs no teacher.
     """
     from fullshard.config.files import OriginKind, read_job
 
