@@ -78,8 +78,6 @@ def in_words(event: Event, step: int, titles: Sequence[str]) -> str:
 
 # ---- the position of a rank
 
-SETTLED_S = 3.0  # ranks that have not moved for so long are compared
-LOST_S = 1.5  # silence of a rank that died, or is elsewhere while a collective failed
 MAX_STREAM = 256  # only the last names of a stream are published
 
 GATHER, REDUCE, EXCHANGE = "gather", "reduce", "exchange"
@@ -222,6 +220,9 @@ def _stream(model: int, step: int, kind: str) -> str:
 
 
 # ---- verdicts
+
+SETTLED_S = 3.0  # ranks that have not moved for so long are compared
+LOST_S = 1.5  # silence of a rank that died, or is elsewhere while a collective failed
 
 
 def blamed(rank: int, message: str) -> HangError:

@@ -281,11 +281,6 @@ GPU_MEMORY = {
 
 # ---- the measured speed of a machine -------------------------------------------------------------
 
-SCHEMA_VERSION = 1
-CALIBRATION_FILE = "calibration.json"
-AGAIN = "Measure it again with fullshard bench calibrate."
-TABLE_WIDTH = 4000  # characters: a table fits on one line of the file
-
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Point = tuple[tuple[PositiveInt, ...], Annotated[float, Field(gt=0, allow_inf_nan=False)]]
 
@@ -418,6 +413,10 @@ class Calibration:
 
 # ---- the file of a calibration -------------------------------------------------------------------
 
+SCHEMA_VERSION = 1
+CALIBRATION_FILE = "calibration.json"
+AGAIN = "Measure it again with fullshard bench calibrate."
+TABLE_WIDTH = 4000  # characters: a table fits on one line of the file
 
 _TableName = Annotated[str, Field(pattern="^(operations|transfers) ")]
 

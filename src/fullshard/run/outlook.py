@@ -87,6 +87,8 @@ from fullshard.transport.segment import Host
 if TYPE_CHECKING:
     from fullshard.run.xla_outlook import XlaOutlook
 
+logger = logging.getLogger(__name__)
+
 
 def job_of(
     model: nn.Module,
@@ -503,8 +505,6 @@ def explained_memory(view: Callable[[], View]) -> Iterator[None]:
 
 
 # ---- tracing a micro-batch
-
-logger = logging.getLogger(__name__)
 
 MOST_BLOCKS = 12  # deeper models are traced in part
 MOST_SAMPLES = 3  # larger micro-batches are extrapolated from two traces

@@ -8,7 +8,7 @@
 Gradients leave `shard_map` as ordinary sharded arrays, so any optax transformation works on them,
 including those on whole matrices. The state keeps the plan's shardings and is updated in place.
 
-[Note: keys]
+[Note: random keys]
 `step(state, batch, rng=key)` passes a key to the loss, `loss_fn(parameters, batch, rng=...)`. The
 global batch has micro-batches x devices parts, in the order of its samples. The key of part i is
 
@@ -194,7 +194,7 @@ class Step:
             state: State from `init`, `load` or a step.
             batch: Arrays whose first axis counts this process's samples (after an axis of
                 micro-batches if there are several), and scalars, which all devices receive.
-            rng: A jax.random.key, which may be the same in every step; see [Note: keys].
+            rng: A jax.random.key, which may be the same in every step; see [Note: random keys].
             **extra: Scalars for the optimizer's update, such as learning_rate; they replace those
                 of `optax.inject_hyperparams`. Its `value` is the step's loss unless given.
 
@@ -473,7 +473,7 @@ def _in_turn(at: Any, array: Any, leaf: jax.Array) -> jax.Array:
 
 
 def _key(plan: XlaPlan, rng: Any, at: Any) -> Any:
-    """See [Note: keys]."""
+    """See [Note: random keys]."""
     axes = live_axes(plan.mesh)
     part = at * plan.table.mesh.num_copies + (lax.axis_index(axes) if axes else 0)
     return jax.random.fold_in(rng, part)
