@@ -9,11 +9,11 @@ from collections.abc import Mapping
 
 from fullshard.config.dialects.deepspeed import home, nvme_path, stage
 from fullshard.config.dialects.rules import (
-    MESH,
     Meaning,
     Said,
     Status,
     Table,
+    axes,
     choice,
     each,
     file_rule,
@@ -149,6 +149,12 @@ DEEPSPEED_PLUGIN: Table = {
     "offload_optimizer_nvme_path": nvme_path("offload_optimizer"),
     "offload_param_nvme_path": nvme_path("offload_param"),
     "deepspeed_config_file": file_rule,
+}
+
+# Accelerate's `parallelism_config`, also in axolotl's file.
+MESH: Table = {
+    **axes("dp_replicate_size", "dp_shard_size", "tp_size", "ep_size"),
+    **rows("MESH"),
 }
 
 ACCELERATE: Table = {

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from typing import cast
 
 from fullshard.config.dialects.rules import (
-    AUTO_EP,
-    AUTO_TP,
     Meaning,
     Rule,
     Said,
     Status,
     Table,
+    axes,
     each,
     happens,
     is_auto,
@@ -119,6 +118,22 @@ ZERO: Table = {
     },
     **each(_old_offload, "cpu_offload cpu_offload_params cpu_offload_param"),
 }
+
+
+@unless(1)
+def _autoep(value: object, said: Said) -> Meaning:
+    """DeepSpeed's group of experts; the tensor axis is in another table."""
+    if not to_flag(said.get("enabled", True)):
+        return Meaning(Status.NO_EFFECT, "it is off")
+    tensor = mapping_of(said.get("tensor_parallel"))
+    beside = {"autoep_size": value, "autotp_size": tensor.get("autotp_size")}
+    return axes("", "", "autotp_size", "autoep_size")["autoep_size"](value, beside)
+
+
+# DeepSpeed's `tensor_parallel` and `expert_parallel`.
+AUTO_TP: Table = {"tp": rows("TP"), **rows("AUTO_TP")}
+AUTO_EP: Table = {"autoep_size": _autoep, **rows("AUTO_EP")}
+
 
 DEEPSPEED: Table = {
     **rows("DEEPSPEED"),  # keys.yaml: those without code

@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import cast
 
-from fullshard.config.dialects.accelerate import FSDP
+from fullshard.config.dialects.accelerate import FSDP, MESH
 from fullshard.config.dialects.deepspeed import DEEPSPEED
 from fullshard.config.dialects.rules import (
-    DISTRIBUTED,
-    MESH,
     NOTHING,
     Meaning,
     Rule,
     Said,
     Status,
     Table,
+    axes,
     file_rule,
     happens,
     is_empty,
@@ -132,6 +131,12 @@ _LORA: Table = {
     "lora_task_type": no_effect("causal language models are trained"),
 }
 
+
+# transformers' `distributed_config`.
+DISTRIBUTED: Table = {
+    **axes("dp_replicate_size", "fsdp_size", "tp_size", "ep_size"),
+    **rows("DISTRIBUTED"),
+}
 
 # Names below `training:` other than fields of TrainingConfig.
 TRAINING: Table = {

@@ -12,17 +12,18 @@ from fullshard.config.dialects.axolotl import AXOLOTL
 from fullshard.config.dialects.deepspeed import DEEPSPEED
 from fullshard.config.dialects.rules import (
     NOTHING,
-    TORCHTITAN,
     Meaning,
     Note,
     Rule,
     Said,
     Status,
     Table,
+    axes,
     is_auto,
     is_empty,
     mapping_of,
     marks_of,
+    rows,
 )
 from fullshard.config.dialects.trainer import FLAT, FLAT_MARKS, TRAINING
 from fullshard.config.fields import Rejected
@@ -46,6 +47,17 @@ class Dialect:
     marks: frozenset[str]
     table: Table
 
+
+# torchtitan's `parallelism`.
+TORCHTITAN: Table = {
+    **axes(
+        "data_parallel_replicate_degree",
+        "data_parallel_shard_degree",
+        "tensor_parallel_degree",
+        "expert_parallel_degree",
+    ),
+    **rows("TORCHTITAN"),
+}
 
 DIALECTS = (
     Dialect("Accelerate", marks_of("Accelerate"), ACCELERATE),
