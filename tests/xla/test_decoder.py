@@ -76,3 +76,11 @@ def shapes(name, more):
 def test_biases_that_transformers_does_not_read_are_not_expected(devices, name):
     key = "mlp_bias" if name == "qwen3" else "attention_bias"
     assert devices(shapes, name, {key: True}) == devices(shapes, name, {})
+
+
+def padding(token):
+    return fx.decoder.DecoderConfig.of(decoders.config_of("llama", pad_token_id=token)).pad_token_id
+
+
+def test_padding_outside_of_the_vocabulary_is_no_other_token(devices):
+    assert [devices(padding, token) for token in (-1, 96, None)] == [95, 96, None]

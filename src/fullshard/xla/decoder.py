@@ -131,7 +131,7 @@ class DecoderConfig:
             mlp_bias=kind == "llama" and bool(getattr(config, "mlp_bias", False)),
             qk_norm=kind in ("qwen3", "qwen3_moe"),
             rope=rope,
-            pad_token_id=None if pad is None else pad % config.vocab_size,
+            pad_token_id=pad + config.vocab_size if pad is not None and pad < 0 else pad,
         )
 
     def check_axes(self, sharding: ShardConfig, key: str = "", *, alone: bool = True) -> None:

@@ -111,6 +111,18 @@ def test_a_limit_that_stops_all_ranks_is_named(number, flag):
         errors.raise_together(lambda value: [value], 0, fail)
 
 
+def test_problems_of_one_rank_are_the_same_on_the_others():
+    error, sent = ConfigProblems([Problem("a", "", "no"), Problem("b", "", "no")]), []
+
+    def fail():
+        raise error
+
+    for rank, do in enumerate((fail, bool)):
+        with pytest.raises(ConfigProblems) as found:
+            errors.raise_together(lambda value: sent.append(value) or sent, rank, do)
+        assert str(found.value) == str(error)
+
+
 def test_a_limit_on_open_files_is_named():
     error = as_ours(OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/proc/meminfo"))
     assert str(error).startswith("ulimit -n: expected to open more files than the ")
