@@ -58,6 +58,17 @@ def test_help_imports_nothing_heavy():
     python("-c", code)
 
 
+def test_a_checkpoint_that_is_missing_is_found_before_torch_is_imported():
+    code = (
+        "import sys\n"
+        "from fullshard.cli.app import run\n"
+        "for word in ('--resume=nowhere', 'training.resume_from_checkpoint=nowhere'):\n"
+        "    assert run(['train', word]) == 7\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    python("-c", code)
+
+
 def test_help_lists_every_command_and_none_of_those_to_come(fullshard):
     done = fullshard("--help", code=0)
     lines = done.stdout.splitlines()

@@ -41,7 +41,8 @@ from fullshard.checkpoint.storage import (
     storage_path,
 )
 from fullshard.config.regular_files import did_you_mean_path
-from fullshard.errors import CheckpointError, untrusted
+from fullshard.config.values import nearest
+from fullshard.errors import CheckpointError, ConfigError, untrusted
 
 logger = logging.getLogger(__name__)
 
@@ -225,6 +226,33 @@ def candidates(path: Path) -> list[Found]:
                 f"which {there}. " + (did_you_mean_path(path) or _way_in(path))
             )
     return found
+
+
+def path_to_resume(asked: str, key: str = "--resume") -> Path | None:
+    """The path that `--resume` names; None for auto and never. Imports no torch.
+
+    Args:
+        asked: auto, never or a path.
+        key: Where the user wrote it, for errors.
+
+    Raises:
+        CheckpointError: The path has no checkpoint.
+        ConfigError: It looks like a misspelt word.
+    """
+    if asked in ("auto", "never"):
+        return None
+    meant = None if Path(asked).exists() else nearest(asked, ("auto", "never"))
+    if meant is not None or not asked:  # such as an unset variable of a shell
+        raise ConfigError(
+            f"{key}: expected auto, never or the path of a checkpoint, got '{asked}'. "
+            f"Did you mean '{meant or 'auto'}'?"
+        )
+    path = storage_path(Path(asked).expanduser())
+    try:
+        candidates(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{key}: {str(error).removeprefix('checkpoint: ')}") from error
+    return path
 
 
 def _way_in(path: Path) -> str:

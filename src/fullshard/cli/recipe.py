@@ -23,7 +23,7 @@ from fullshard.cli.outcome import Outcome, launch_outcome, rank_failed
 from fullshard.config.environment import LaunchEnvironment, read_launch_environment
 from fullshard.config.values import Backend
 from fullshard.errors import ConfigError, WillNotFitError
-from fullshard.recipes.registry import Command, check_command, check_paths
+from fullshard.recipes.registry import Command, check_command, check_paths, check_resume
 
 if TYPE_CHECKING:
     from fullshard.config.load import Resolved
@@ -139,6 +139,8 @@ def _check_before_torch(
     resolved.check_supported(launch=launch)
     if launch is None or launch.rank == 0:
         check_paths(resolved, coming, reads_data=True)
+        if not (launch and launch.attempt):  # a restart resumes the run itself
+            check_resume(resolved, flags.resume)
     return launch
 
 

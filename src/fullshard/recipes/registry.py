@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fullshard.config.values import ConfigProblems, Problem
-from fullshard.errors import ConfigError, DataError
+from fullshard.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
     from fullshard.config.files import File
@@ -138,4 +138,17 @@ def check_paths(
                 with under(key):
                     files_at(Path(path))
     except (ConfigError, DataError) as error:
+        raise resolved.located(error) from error
+
+
+def check_resume(resolved: Resolved, asked: str | None) -> None:
+    """Raise an error if there is no checkpoint to resume from, before torch is imported."""
+    from fullshard.checkpoint.retain import path_to_resume
+
+    try:
+        if asked is not None:
+            path_to_resume(asked)
+        elif written := resolved.config.training.resume_from_checkpoint:
+            path_to_resume(written, "training.resume_from_checkpoint")
+    except (CheckpointError, ConfigError) as error:
         raise resolved.located(error) from error

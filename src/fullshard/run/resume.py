@@ -33,13 +33,18 @@ from fullshard import saving
 from fullshard.checkpoint.commit import ALONE, failure
 from fullshard.checkpoint.format import CONFIG, STATE, natural
 from fullshard.checkpoint.read import choose, read_tables
-from fullshard.checkpoint.retain import IN_RUN, Found, checkpoints_in, newest_complete
+from fullshard.checkpoint.retain import (
+    IN_RUN,
+    Found,
+    checkpoints_in,
+    newest_complete,
+    path_to_resume,
+)
 from fullshard.checkpoint.storage import StorePath, read_file, storage_path
 from fullshard.config.environment import read_launch_environment
 from fullshard.config.files import File, flatten, is_below, parse_text
 from fullshard.config.load import Resolved, load_config
 from fullshard.config.schema import DistillConfig, RunConfig, SftConfig
-from fullshard.config.values import nearest
 from fullshard.data.arrays import sample_of
 from fullshard.data.dataset import tokenizer_texts
 from fullshard.errors import CheckpointError, ConfigError, PreemptedError, untrusted
@@ -138,15 +143,10 @@ def find_resume(
     """
     if asked == "never":
         return Resume()
-    if asked != "auto":
-        meant = None if Path(asked).exists() else nearest(asked, ("auto", "never"))
-        if meant is not None or not asked:  # such as an unset variable of a shell
-            raise ConfigError(
-                f"{key}: expected auto, never or the path of a checkpoint, got '{asked}'. "
-                f"Did you mean '{meant or 'auto'}'?"
-            )
+    path = path_to_resume(asked, key)
+    if path is not None:
         try:
-            return _from_path(storage_path(Path(asked).expanduser()))
+            return _from_path(path)
         except CheckpointError as error:
             raise CheckpointError(f"{key}: {str(error).removeprefix('checkpoint: ')}") from error
     folder = RunFolder(output_dir)
