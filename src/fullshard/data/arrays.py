@@ -70,7 +70,7 @@ class TokenFile:
             DataError: See `map_tokens`; also if they were changed in place since the first call.
         """
         with suppress(OSError):
-            now = os.stat(self.file)
+            now = Path(self.file).stat()
             before = _SEEN.setdefault(self, now)
             if now.st_mtime_ns != before.st_mtime_ns and samestat(now, before):
                 map_tokens(self, whole=True)
