@@ -10,10 +10,12 @@ import torch
 from rich.console import Console
 
 from fullshard.config.schema import RunConfig
+from fullshard.data.dataset import DatasetFacts
 from fullshard.models.generate import Sample
 from fullshard.observe.metrics import EvalRow, StepRow, read_rows
-from fullshard.run.console import RunConsole, RunWatcher, conclude
+from fullshard.run.console import RunConsole, RunWatcher, conclude, run_lines
 from fullshard.run.folder import RunFolder
+from fullshard.run.optim import plan_steps
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -48,6 +50,15 @@ def shown(*, terminal):
     console.print_row(EvalRow(4, 1.5))
     console.stop()
     return file.getvalue()
+
+
+def test_a_batch_that_does_not_fill_all_ranks_names_its_empty_places():
+    model, training = {"config": {"model_type": "llama"}}, {"max_steps": 1}
+    config = RunConfig.model_validate({"model": model, "training": training})
+    facts = DatasetFacts("text", 8, 100, 0, 800, 0, 0, 50, None, "")
+    steps = plan_steps(config.training, facts, 3, 4)  # a resumed run keeps its 4 samples
+    (_, line) = run_lines(config, facts, steps)[1]
+    assert line.startswith("2 per rank x 1 micro-batch(es) x 3 rank(s) - 2 empty = 4 sequences")
 
 
 def test_lines_hold_means_since_the_last_line():

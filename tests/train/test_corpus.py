@@ -223,6 +223,25 @@ def test_tokens_that_are_gone_before_ranks_map_them_are_named(tmp_path, tokenize
             tokens(Dataset.load(tmp_path / "data", facts, read))
 
 
+@pytest.mark.parametrize("kind", ["text", "array"])
+def test_tokens_that_change_in_place_while_they_are_mapped_are_refused(tmp_path, tokenizer, kind):
+    source = tmp_path / ("a.txt" if kind == "text" else "a.npy")
+    np.save(tmp_path / "a.npy", np.random.default_rng(0).integers(0, 200, 1000, "uint16"))
+    (tmp_path / "a.txt").write_text(seeded_text(100))
+    make_dataset([text_source(source)], NO_HOLD_OUT, tokenizer).save(tmp_path / "run")
+    _, facts, read = load_facts(tmp_path / "run")
+    mapped = Dataset.load(tmp_path / "run", facts, read)
+    expected = tokens(mapped)
+    place = source if kind == "array" else next((tmp_path / "run" / "tokens").iterdir())
+    os.utime(place, ns=(1, 1))  # no change of the tokens
+    assert tokens(mapped) == expected
+    data = bytearray(place.read_bytes())
+    data[130] ^= 1  # the second token, which is not in the sample of an array
+    place.write_bytes(data)
+    with pytest.raises(DataError, match="expected the tokens from when the run was prepared"):
+        tokens(mapped)
+
+
 def test_a_source_with_too_few_tokens_is_named_with_its_own_count(tmp_path, tokenizer):
     rng = np.random.default_rng(0)
     for name, count in (("a", 31), ("b", 9)):

@@ -18,8 +18,10 @@ import os
 import struct
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from os.path import samestat
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,19 @@ class TokenFile:
     sample: str = ""
 
     def mapped(self) -> npt.NDArray[np.integer]:
-        """The tokens, (count,), read from disk when they are used."""
+        """The tokens, (count,), read from disk when they are used.
+
+        A file that was removed or replaced by another one stays mapped.
+
+        Raises:
+            DataError: See `map_tokens`; also if they were changed in place since the first call.
+        """
+        with suppress(OSError):
+            now = Path(self.file).stat()
+            before = _SEEN.setdefault(self, now)
+            if now.st_mtime_ns != before.st_mtime_ns and samestat(now, before):
+                map_tokens(self, whole=True)
+                _SEEN[self] = now
         return mapped_once(self)
 
     def part(self, start: int, stop: int) -> TokenFile:
@@ -70,8 +84,12 @@ class TokenFile:
         return replace(part, sample=_sample(map_tokens(part)))
 
 
-def map_tokens(tokens: TokenFile) -> npt.NDArray[np.integer]:
+def map_tokens(tokens: TokenFile, *, whole: bool = False) -> npt.NDArray[np.integer]:
     """The tokens of a file as it is now.
+
+    Args:
+        tokens: The tokens from when the run was prepared.
+        whole: Compare the checksum of all tokens, not only of the sample.
 
     Raises:
         DataError: The file is gone, is too short, or has other tokens.
@@ -82,12 +100,14 @@ def map_tokens(tokens: TokenFile) -> npt.NDArray[np.integer]:
     with untrusted(f"data: '{tokens.file}'", expected, DataError, "Start the run again."):
         with os.fdopen(open_regular(tokens.file), "rb") as file:
             found = np.memmap(file, tokens.dtype, "r", tokens.offset, (tokens.count,))
-        if tokens.sample not in ("", _sample(found)):
+        is_other = whole and tokens.checksum not in ("", checksum_of(found))
+        if is_other or tokens.sample not in ("", _sample(found)):
             raise ValueError("other tokens")
         return found
 
 
 mapped_once = lru_cache(maxsize=1024)(map_tokens)  # a process may have 65,530 maps
+_SEEN: dict[TokenFile, os.stat_result] = {}  # files when their tokens were compared last
 
 
 def checksum_of(*arrays: npt.NDArray[Any]) -> str:

@@ -247,6 +247,7 @@ def run_lines(config: RunConfig, data: DatasetFacts, steps: StepPlan) -> list[tu
     sizes = {axis: getattr(config.sharding, axis) for axis in ("context", "tensor")}
     shared, dropped = [f"{axis} {size}" for axis, size in sizes.items() if size > 1], ""
     whose = f"groups of ranks ({' x '.join(shared)})" if shared else "rank(s)"
+    empty = f" - {shape.places - shape.global_batch} empty" if shape.samples else ""
     if steps.order.num_dropped:
         dropped = f"; {steps.order.num_dropped} sequences per epoch do not fill a step: dropped"
     return [
@@ -260,7 +261,7 @@ def run_lines(config: RunConfig, data: DatasetFacts, steps: StepPlan) -> list[tu
         (
             "batch",
             f"{shape.per_device} per rank x {shape.accumulation} micro-batch(es) x "
-            f"{shape.world_size} {whose} = {shape.global_batch} sequences, "
+            f"{shape.world_size} {whose}{empty} = {shape.global_batch} sequences, "
             f"{shape.global_batch * data.sequence_length:,} tokens per step",
         ),
         (
