@@ -5,7 +5,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fullshard.errors import ConfigError
 from support import decoders
 from support.lazy import fj, fx, jax
 
@@ -55,16 +54,6 @@ def test_logits_are_those_of_transformers(devices, tmp_path, name):
     for what in ("texts", "documents"):
         assert found["float64", what] == ("float64", pytest.approx(0, abs=1e-12))
         assert found["float32", what] == ("float32", pytest.approx(0, abs=1e-5))
-
-
-def refused():
-    with pytest.raises(ConfigError) as error:
-        fx.decoder.DecoderConfig.of(decoders.config_of("llama", is_causal=False))
-    return str(error.value)
-
-
-def test_attention_that_sees_later_tokens_is_refused_and_not_made_causal(devices):
-    assert "model.config.is_causal: expected one of True" in devices(refused)
 
 
 def shapes(name, more):
