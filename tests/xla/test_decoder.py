@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from fullshard.errors import ConfigError
 from support import decoders
 from support.lazy import fj, fx, jax
 
@@ -54,6 +55,17 @@ def test_logits_are_those_of_transformers(devices, tmp_path, name):
     for what in ("texts", "documents"):
         assert found["float64", what] == ("float64", pytest.approx(0, abs=1e-12))
         assert found["float32", what] == ("float32", pytest.approx(0, abs=1e-5))
+
+
+def refused():
+    code = {"AutoModelForCausalLM": "its_own.Llama"}
+    with pytest.raises(ConfigError) as error:
+        fx.decoder.DecoderConfig.of(decoders.config_of("llama", auto_map=code))
+    return str(error.value)
+
+
+def test_a_model_with_code_of_its_folder_is_refused_and_not_replaced(devices):
+    assert "model.config.auto_map: expected one of None" in devices(refused)
 
 
 def shapes(name, more):

@@ -111,6 +111,7 @@ class DecoderConfig:
         expect("model_type", kind, MODEL_TYPES)
         expect("hidden_act", config.hidden_act, ("silu",))
         expect("attention_dropout", config.attention_dropout, (0.0,))
+        expect("auto_map", getattr(config, "auto_map", None), (None,))  # code of the folder
         rope = dict(config.rope_parameters)
         expect("rope_parameters.rope_type", rope.get("rope_type", "default"), ROPE_TYPES)
         layers = getattr(config, "layer_types", None) or ()
