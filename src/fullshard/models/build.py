@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.hugging_face import build_on_meta, num_ids
 from fullshard.engine.initial import check_weights_of, has_weights_of
 from fullshard.errors import ConfigError
-from fullshard.formats.hugging_face import export_together, live_source
+from fullshard.formats.hugging_face import GENERATION, export_together, live_source
 from fullshard.formats.source import IN_RUN, whole_or_nothing
 from fullshard.models.config import (
     build_model,
@@ -97,6 +98,8 @@ def model_config_of(
         given = tuple(config.model.config)
     elif own is not None:
         given = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+    if "eos_token_id" not in given:
+        model_config.name_or_path = ""  # its generation_config.json has other special tokens
     if "vocab_size" not in given:
         entries = vocab_size(config, model_config) if own is None else num_ids(own)
         model_config.get_text_config().vocab_size = entries
@@ -366,6 +369,7 @@ def save_model(
                 writing.enter_context(whole_or_nothing(folder, IN_RUN))
                 shell.config.save_pretrained(aside)
                 tokenizer.save_pretrained(aside)
+                _write_generation(config, aside)
 
         engine.agree(begin)
         written = export_together(engine, source, shell, aside, max_file_bytes)
@@ -406,3 +410,15 @@ def write_folder(
     with whole_or_nothing(folder, IN_RUN) as aside:
         shell.save_pretrained(aside, state_dict={n: v for n, v in state.items() if n not in tied})
         tokenizer.save_pretrained(aside)
+        _write_generation(config, aside)
+
+
+def generation_text(config: PretrainedConfig) -> dict[str, str]:
+    """generation_config.json, by name, of the folder that a configuration was read from, if any."""
+    file = Path(config.name_or_path or os.devnull, GENERATION)
+    return {GENERATION: file.read_text("utf-8")} if file.is_file() else {}
+
+
+def _write_generation(config: PretrainedConfig, folder: Path) -> None:
+    for name, text in generation_text(config).items():
+        (folder / name).write_text(text, encoding="utf-8")

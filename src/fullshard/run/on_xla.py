@@ -24,6 +24,7 @@ from fullshard.errors import DivergedError
 from fullshard.launch import rendezvous
 from fullshard.models.build import (
     build_model,
+    generation_text,
     model_on_meta,
     trainable,
     weights_folder,
@@ -181,7 +182,8 @@ class XlaSide(Side):
     @property
     def texts(self) -> Mapping[str, str]:
         """The model's configuration, from which a checkpoint can be exported."""
-        return {"config.json": self._session.model_config.to_json_string()}
+        model_config = self._session.model_config
+        return {"config.json": model_config.to_json_string(), **generation_text(model_config)}
 
     def save(self, folder: Path, values: dict[str, Any], settings: SaveSettings) -> None:
         """Saves the state. A collective."""
