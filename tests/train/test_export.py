@@ -16,7 +16,7 @@ import fullshard as fs
 from fullshard.config.schema import LoraConfig, RunConfig
 from fullshard.data.tokenize import train_tokenizer
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.models.build import Adapters, save_model, write_folder
+from fullshard.models.build import Adapters, generation_text, save_model, write_folder
 from fullshard.models.config import (
     build_model,
     config_from_settings,
@@ -72,6 +72,8 @@ def test_folder_equals_what_transformers_saves(name, tmp_path):
     given = (tmp_path / "theirs" / "generation_config.json").read_text()
     for folder in ("ours", "whole"):
         assert (tmp_path / folder / "generation_config.json").read_text() == given
+    config.eos_token_id = 7  # as of a tokenizer that is trained on the data
+    assert generation_text(config) == {}
     assert {path.name for path in tmp_path.iterdir()} == {"ours", "theirs", "whole"}
     assert not (tmp_path / "ours" / "of a run before").exists()
     ours, theirs = (load_file(tmp_path / who / "model.safetensors") for who in ("ours", "theirs"))

@@ -21,7 +21,7 @@ from fullshard.config.values import DistillLoss, DType
 from fullshard.data.tokenize import load_tokenizer
 from fullshard.engine.axes import has_experts
 from fullshard.engine.engine import Engine, engine_of
-from fullshard.engine.hugging_face import build_on_meta, num_ids
+from fullshard.engine.hugging_face import build_on_meta, num_ids, read_config
 from fullshard.engine.initial import check_weights_of, has_weights_of
 from fullshard.errors import ConfigError
 from fullshard.formats.hugging_face import GENERATION, export_together, live_source
@@ -98,8 +98,6 @@ def model_config_of(
         given = tuple(config.model.config)
     elif own is not None:
         given = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
-    if "eos_token_id" not in given:
-        model_config.name_or_path = ""  # its generation_config.json has other special tokens
     if "vocab_size" not in given:
         entries = vocab_size(config, model_config) if own is None else num_ids(own)
         model_config.get_text_config().vocab_size = entries
@@ -414,9 +412,16 @@ def write_folder(
 
 
 def generation_text(config: PretrainedConfig) -> dict[str, str]:
-    """generation_config.json, by name, of the folder that a configuration was read from, if any."""
-    file = Path(config.name_or_path or os.devnull, GENERATION)
-    return {GENERATION: file.read_text("utf-8")} if file.is_file() else {}
+    """generation_config.json, by name, of the folder that a configuration was read from.
+
+    Empty without the file, or if the special tokens are now those of a new tokenizer.
+    """
+    folder = Path(config.name_or_path or os.devnull)
+    if not (folder / GENERATION).is_file():
+        return {}
+    own = read_config(folder, "model.name_or_path", trust=hasattr(config, "auto_map"))
+    ends = {str(found.get_text_config().eos_token_id) for found in (own, config)}
+    return {GENERATION: (folder / GENERATION).read_text("utf-8")} if len(ends) == 1 else {}
 
 
 def _write_generation(config: PretrainedConfig, folder: Path) -> None:
