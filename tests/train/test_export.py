@@ -16,7 +16,7 @@ import fullshard as fs
 from fullshard.config.schema import LoraConfig, RunConfig
 from fullshard.data.tokenize import train_tokenizer
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.models.build import Adapters, save_model, write_folder
+from fullshard.models.build import Adapters, generation_text, save_model, write_folder
 from fullshard.models.config import (
     build_model,
     config_from_settings,
@@ -62,11 +62,19 @@ def test_folder_equals_what_transformers_saves(name, tmp_path):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += torch.rand_like(parameter)  # ones and zeros would hide faults
+    model.generation_config.update(do_sample=True, temperature=0.3, eos_token_id=[1, 2])
     model.save_pretrained(tmp_path / "theirs")
+    config.name_or_path = tmp_path / "theirs"
+    write_folder(model.state_dict(), config, tokenizer, tmp_path / "whole")
     (tmp_path / "ours").mkdir()
     (tmp_path / "ours" / "of a run before").touch()
     save_model(fs.shard(model), config, tokenizer, tmp_path / "ours")
-    assert {path.name for path in tmp_path.iterdir()} == {"ours", "theirs"}
+    given = (tmp_path / "theirs" / "generation_config.json").read_text()
+    for folder in ("ours", "whole"):
+        assert (tmp_path / folder / "generation_config.json").read_text() == given
+    config.eos_token_id = 7  # as of a tokenizer that is trained on the data
+    assert generation_text(config) == {}
+    assert {path.name for path in tmp_path.iterdir()} == {"ours", "theirs", "whole"}
     assert not (tmp_path / "ours" / "of a run before").exists()
     ours, theirs = (load_file(tmp_path / who / "model.safetensors") for who in ("ours", "theirs"))
     assert ours.keys() == theirs.keys()

@@ -115,8 +115,9 @@ def test_a_run_leaves_the_files_that_every_run_leaves(runs):
         (("sharding.transport=direct",), "sharding.transport: 'direct' is not yet supported"),
         (("sharding.grad_sync=last_micro_batch",), "sharding.grad_sync: 'last_micro_batch'"),
         (("model.config.attention_dropout=0.5",), "attention_dropout: expected one of 0.0"),
-        (("freeze=[nonsense]",), "freeze: expected names (globs) of arrays; got 'nonsense'"),
+        (("freeze=[nonsense]",), "freeze: expected names (globs) of parameters; got 'nonsense'"),
         (('freeze=["*"]',), "freeze: expected globs that leave something to train"),
+        (('freeze=["*.layers.0.*"]',), "freeze: expected globs that match all layers or none"),
     ],
 )
 def test_what_the_backend_cannot_do_is_refused_before_ranks_start(config, fullshard, words, said):

@@ -58,13 +58,26 @@ def test_logits_are_those_of_transformers(devices, tmp_path, name):
 
 
 def refused():
+    code = {"AutoModelForCausalLM": "its_own.Llama"}
     with pytest.raises(ConfigError) as error:
-        fx.decoder.DecoderConfig.of(decoders.config_of("llama", is_causal=False))
+        fx.decoder.DecoderConfig.of(decoders.config_of("llama", auto_map=code))
     return str(error.value)
 
 
-def test_attention_that_sees_later_tokens_is_refused_and_not_made_causal(devices):
-    assert "model.config.is_causal: expected one of True" in devices(refused)
+def test_a_model_with_code_of_its_folder_is_refused_and_not_replaced(devices):
+    assert "model.config.auto_map: expected one of None" in devices(refused)
+
+
+def frozen(*globs):
+    return fx.decoder.DecoderConfig.of(decoders.config_of("qwen3_moe")).frozen(globs)
+
+
+def test_freeze_takes_names_of_parameters_as_on_torch(devices):
+    cubes = {f"model.layers.mlp.experts.{name}_proj" for name in ("gate_up", "down")}
+    assert {*devices(frozen, "*_proj")} == cubes  # not the modules q_proj, k_proj, ...
+    norms = {"input_layernorm", "post_attention_layernorm"}
+    found = devices(frozen, "model.layers.*.*layernorm.weight")
+    assert {*found} == {f"model.layers.{name}.weight" for name in norms}
 
 
 def shapes(name, more):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -20,10 +21,10 @@ from fullshard.config.values import DistillLoss, DType
 from fullshard.data.tokenize import load_tokenizer
 from fullshard.engine.axes import has_experts
 from fullshard.engine.engine import Engine, engine_of
-from fullshard.engine.hugging_face import build_on_meta, num_ids
+from fullshard.engine.hugging_face import build_on_meta, num_ids, read_config
 from fullshard.engine.initial import check_weights_of, has_weights_of
 from fullshard.errors import ConfigError
-from fullshard.formats.hugging_face import export_together, live_source
+from fullshard.formats.hugging_face import GENERATION, export_together, live_source
 from fullshard.formats.source import IN_RUN, whole_or_nothing
 from fullshard.models.config import (
     build_model,
@@ -366,6 +367,7 @@ def save_model(
                 writing.enter_context(whole_or_nothing(folder, IN_RUN))
                 shell.config.save_pretrained(aside)
                 tokenizer.save_pretrained(aside)
+                _write_generation(config, aside)
 
         engine.agree(begin)
         written = export_together(engine, source, shell, aside, max_file_bytes)
@@ -406,3 +408,22 @@ def write_folder(
     with whole_or_nothing(folder, IN_RUN) as aside:
         shell.save_pretrained(aside, state_dict={n: v for n, v in state.items() if n not in tied})
         tokenizer.save_pretrained(aside)
+        _write_generation(config, aside)
+
+
+def generation_text(config: PretrainedConfig) -> dict[str, str]:
+    """generation_config.json, by name, of the folder that a configuration was read from.
+
+    Empty without the file, or if the special tokens are now those of a new tokenizer.
+    """
+    folder = Path(config.name_or_path or os.devnull)
+    if not (folder / GENERATION).is_file():
+        return {}
+    own = read_config(folder, "model.name_or_path", trust=hasattr(config, "auto_map"))
+    ends = {str(found.get_text_config().eos_token_id) for found in (own, config)}
+    return {GENERATION: (folder / GENERATION).read_text("utf-8")} if len(ends) == 1 else {}
+
+
+def _write_generation(config: PretrainedConfig, folder: Path) -> None:
+    for name, text in generation_text(config).items():
+        (folder / name).write_text(text, encoding="utf-8")

@@ -261,10 +261,17 @@ def _unmatched_glob(glob: str, names: list[str]) -> str:
 
 
 RANDOM = re.compile("dropout|pdrop|layerdrop|drop_rate")  # keys of shares that are dropped
+# Values with which transformers trains a model to copy the tokens that it predicts; it then also
+# reads other documents and padding. Models of these types have no other attention.
+_READS_AHEAD = [("use_bidirectional_attention", value) for value in (True, "all")]
+_READS_AHEAD += [("is_causal", False), ("causal", False)]
+_READ_AHEAD = ("cpmant", "xlnet")
 
 
 def _check_sizes(config: PretrainedConfig) -> None:
-    """Raise ConfigError for impossible sizes: building a model of 10M layers would take hours."""
+    """Raise ConfigError for impossible sizes, of which building 10M layers would take hours, or for
+    attention that reads ahead.
+    """
     names = "num_attention_heads", "num_key_value_heads"
     heads, shared = (getattr(config.get_text_config(), name, None) for name in names)
     if isinstance(heads, int) and isinstance(shared, int) and shared and heads % shared:
@@ -273,6 +280,13 @@ def _check_sizes(config: PretrainedConfig) -> None:
         is_number = RANDOM.search(key) and isinstance(share, int | float)
         if is_number and not 0 <= share <= 1:
             raise ConfigError(f"model.config.{key}: expected a number from 0 to 1, got {share}.")
+    for key, value in _READS_AHEAD:
+        if getattr(config.get_text_config(), key, None) == value:
+            raise ConfigError(
+                f"model.config.{key}: expected attention to earlier tokens only; got {value}, with "
+                "which the model reads the tokens that it predicts. Leave it out, in config.json "
+                "for a folder."
+            )
     for key in ("hidden_size", "vocab_size", "num_hidden_layers"):
         size = getattr(config.get_text_config(), key, None)
         most = MOST_LAYERS if key == "num_hidden_layers" else None
@@ -284,7 +298,7 @@ def _check_sizes(config: PretrainedConfig) -> None:
 def _check_has_causal_lm(model_type: str, config_class: type, key: str) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING or model_type in _READ_AHEAD:
         raise ConfigError(
             f"{key}: expected a type with a causal language model, got '{model_type}', for which "
             "transformers has none. Use another type, such as llama, qwen3 or gpt2."

@@ -21,7 +21,13 @@ from fullshard.config.values import DType, GradSync
 from fullshard.engine.engine import engine_of
 from fullshard.engine.norms import to_host
 from fullshard.errors import ConfigError, DataError, DivergedError
-from fullshard.models.build import Adapters, model_on_meta, save_model, weights_folder
+from fullshard.models.build import (
+    Adapters,
+    generation_text,
+    model_on_meta,
+    save_model,
+    weights_folder,
+)
 from fullshard.models.generate import Sample, Sampler, SamplingSettings
 from fullshard.models.lora import check_base, sample_of_base
 from fullshard.models.student import STUDENT, is_cut
@@ -294,6 +300,11 @@ class TorchSide(TorchTrainee, Side):
         if seat.is_first:
             self._check_plan()
         return RankTeam(engine_of(model).transport, seat)
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The settings of generation that come with the model."""
+        return generation_text(self._session.model_config)
 
     def load(self, path: Path) -> tuple[dict[str, Any], Path]:
         """As TorchTrainee.load; adapters must have been trained over the run's own weights."""

@@ -24,6 +24,7 @@ from fullshard.errors import DivergedError
 from fullshard.launch import rendezvous
 from fullshard.models.build import (
     build_model,
+    generation_text,
     model_on_meta,
     trainable,
     weights_folder,
@@ -90,7 +91,8 @@ class XlaSide(Side):
         shapes = decoder.shapes()
         if recipe is not None:
             shapes |= recipe.more_shapes(config, decoder.hidden_size)
-        self._plan = planned(shapes, config.sharding, freeze=config.freeze)
+        self._frozen = decoder.frozen(config.freeze)
+        self._plan = planned(shapes, config.sharding, freeze=self._frozen)
         self._teaching = recipe and recipe.teaching(config, Decoder(decoder, self._plan))
         processes.connect(self._plan.mesh)
 
@@ -181,7 +183,8 @@ class XlaSide(Side):
     @property
     def texts(self) -> Mapping[str, str]:
         """The model's configuration, from which a checkpoint can be exported."""
-        return {"config.json": self._session.model_config.to_json_string()}
+        model_config = self._session.model_config
+        return {"config.json": model_config.to_json_string(), **generation_text(model_config)}
 
     def save(self, folder: Path, values: dict[str, Any], settings: SaveSettings) -> None:
         """Saves the state. A collective."""
@@ -254,7 +257,7 @@ class XlaSide(Side):
             return state_of(placed, trainable(model, config).state_dict(), tx)
         if PROJECTION not in placed.shardings:
             return xla_state.load(placed, folder, tx)[0]
-        bare = planned(self._decoder.shapes(), config.sharding, placed.mesh, config.freeze)
+        bare = planned(self._decoder.shapes(), config.sharding, placed.mesh, self._frozen)
         name, like = f"{PROJECTION}.weight", placed.under(PROJECTION)[0]
         values = first_values(name, like.shape, seed).to(getattr(torch, like.dtypes.master))
         return state_of(placed, {name: values}, tx, xla_state.load(bare, folder)[0].params)

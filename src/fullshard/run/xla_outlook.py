@@ -162,7 +162,7 @@ def compiled_step(
     num_batches = sharding.num_batches(len(devices))
     training, mesh = config.training.divided(num_batches), mesh_for(sharding, devices)
     decoder = DecoderConfig.of(model_config)
-    placed = planned(decoder.shapes(), sharding, mesh, config.freeze)
+    placed = planned(decoder.shapes(), sharding, mesh, decoder.frozen(config.freeze))
     num_micro_batches = training.gradient_accumulation_steps
     decay = trained(placed, placed.map(lambda _: training.weight_decay))
     found = compile_step(

@@ -32,6 +32,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -46,9 +47,9 @@ from fullshard.errors import ConfigError
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.mesh import Topology, check_divides, mesh_of, row_of
 from fullshard.planner.optimizers import states_of
-from fullshard.planner.spec import check_any_trained
+from fullshard.planner.spec import check_any_trained, check_globs
 from fullshard.xla.gather import brought, first_expert, scan_blocks, shared, summed, taken_back
-from fullshard.xla.plan import Tree, XlaPlan, plan_with, table_of
+from fullshard.xla.plan import Tree, XlaPlan, named_leaves, plan_with, table_of
 
 BLOCKS = ("model.layers",)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -111,7 +112,7 @@ class DecoderConfig:
         expect("model_type", kind, MODEL_TYPES)
         expect("hidden_act", config.hidden_act, ("silu",))
         expect("attention_dropout", config.attention_dropout, (0.0,))
-        expect("is_causal", getattr(config, "is_causal", True), (True,))
+        expect("auto_map", getattr(config, "auto_map", None), (None,))  # code of the folder
         rope = dict(config.rope_parameters)
         expect("rope_parameters.rope_type", rope.get("rope_type", "default"), ROPE_TYPES)
         layers = getattr(config, "layer_types", None) or ()
@@ -159,6 +160,28 @@ class DecoderConfig:
                 f"{key}expert: expected 1 for a model without experts; got {expert}. Leave it out, "
                 "so that these devices shard all arrays."
             )
+
+    def frozen(self, globs: Sequence[str]) -> tuple[str, ...]:
+        """Returns the names of the arrays whose parameters match a glob, as torch names them.
+
+        Raises:
+            ConfigError: A glob matches nothing, or not every layer of an array.
+        """
+        start, found, every = BLOCKS[0], list[str](), list[str]()
+        for name, _ in named_leaves(self.shapes()):
+            inner, layers = name.removeprefix(start), range(self.num_hidden_layers)
+            names = [name] if inner == name else [f"{start}.{at}{inner}" for at in layers]
+            hits = sum(any(fnmatchcase(one, glob) for glob in globs) for one in names)
+            if 0 < hits < len(names):
+                raise ConfigError(
+                    "freeze: expected globs that match all layers or none with backend: jax, whose "
+                    f"layers are one array; got {list(globs)}, which match {hits} of {len(names)} "
+                    f"layers of {name}. Freeze all, or use backend: torch."
+                )
+            found += [name] * (hits > 0)
+            every += names
+        check_globs("freeze", globs, every, "parameters")
+        return tuple(found)
 
     def shapes(self, dtype: Any = jnp.float32) -> Tree:
         """Returns the tree of parameter shapes."""
@@ -214,7 +237,7 @@ def plan_table(model_config: Any, run: RunConfig, world_size: int, more: Tree = 
     decoder.check_axes(sharding, alone=run.teacher is None)
     mesh = mesh_of(sharding, Topology(world_size))
     shapes, cuts = {**decoder.shapes(), **(more or {})}, rules(sharding.expert, sharding.tensor)
-    table = table_of(shapes, sharding, mesh, BLOCKS, run.freeze, cuts)
+    table = table_of(shapes, sharding, mesh, BLOCKS, decoder.frozen(run.freeze), cuts)
     check_any_trained(run.freeze, sum(array.trainable for array in table.arrays))
     return replace(table, model_kind=model_config.model_type, optimizer=states_of(run.training))
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fullshard.config.files import read_job
 from fullshard.config.load import load_config
@@ -294,12 +294,24 @@ def test_a_folder_that_cannot_generate_is_one_typed_error(tmp_path, file, change
         generate(Request(tmp_path, ("some",), SamplingSettings(2)))
 
 
-def test_a_model_that_reads_what_it_predicts_is_refused():
+def test_a_model_that_reads_what_it_predicts_is_refused(tmp_path):
     settings = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1}
     settings |= {"num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 300}
     with pytest.raises(ConfigError, match=r"model.config.is_decoder: expected true, got false"):
         build_on_meta(config_from_settings(settings))
     build_on_meta(config_from_settings({**settings, "is_decoder": True}))
+    for kind, key, value in (
+        ("llama", "is_causal", False),
+        ("gemma", "use_bidirectional_attention", True),
+        ("gemma4_text", "use_bidirectional_attention", "all"),
+        ("xlm", "causal", False),
+    ):
+        config = AutoConfig.for_model(kind, **{key: value})
+        config.save_pretrained(tmp_path)
+        with pytest.raises(ConfigError, match=rf"model.config.{key}: expected attention to"):
+            config_from_folder(ModelConfig(name_or_path=str(tmp_path)))
+    with pytest.raises(ConfigError, match="got 'xlnet', for which transformers has none"):
+        config_from_settings({"model_type": "xlnet"})
 
 
 def test_a_prompt_longer_than_the_model_is_cut_and_no_text_or_seed_is_a_raw_error(tmp_path, caplog):
