@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +71,7 @@ def start_of(tokenizer: Any) -> tuple[int, ...]:
     return tuple(whole[: next((at for at in places if whole[at : at + len(bare)] == bare), 0)])
 
 
-def lacking(folder: str | Path, missing: Sequence[str]) -> ConfigError:
+def lacking(folder: str | Path, missing: list[str]) -> ConfigError:
     """The error for a folder without some of a model's parameters."""
     return ConfigError(
         f"weights: expected every parameter of config.json in '{folder}'; its files lack "
