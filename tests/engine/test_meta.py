@@ -264,6 +264,17 @@ def test_weights_that_the_model_has_not_are_named(llama_folder, caplog):
     assert "weights that its config.json does not: model.layers.7.mlp.up_proj" in caplog.text
 
 
+def test_weights_that_the_files_lack_are_named_before_a_run(llama_folder):
+    folder, stored = llama_folder
+    del stored["lm_head.weight"]  # of a model that its config.json no longer ties
+    save_file(stored, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"its files lack lm_head\.weight\. Copy or download"):
+        check_weights_of(on_meta(make, "llama"), folder)
+    stored["head"] = torch.ones(2)  # transformers may convert it, and tells if it does not
+    save_file(stored, folder / "model.safetensors")
+    check_weights_of(on_meta(make, "llama"), folder)
+
+
 def test_a_tensor_that_two_files_hold_is_refused(llama_folder):
     folder, stored = llama_folder
     (folder / "model.safetensors").unlink()

@@ -99,7 +99,7 @@ def load(
 
 
 def say_lost(resolved: Resolved) -> None:
-    """Print the keys of another tool's file that have no effect here."""
+    """Print the keys of another tool's file that have no effect here, or that a file overrules."""
     from fullshard.config.dialects.rules import Status
     from fullshard.config.environment import read_launch_environment, settings_of_accelerate
 
@@ -110,7 +110,7 @@ def say_lost(resolved: Resolved) -> None:
         what = "settings of `accelerate launch` have no effect here. Pass its file: --config_file"
         print(f"environment: {', '.join(asked)}: {what} FILE")
     for note in resolved.notes:
-        if note.status is Status.LOST:
+        if note.status is Status.LOST or note.is_overruled:
             print(note)
 
 

@@ -500,7 +500,9 @@ def _judge(note: Note, index: Origins) -> Note:
     if any((o.place, o.written) == (note.place, note.key) for o in deciding):
         return note
     decides = next((f"{o.written} ({o.place})" for o in deciding if o.place), "another key")
-    return dataclasses.replace(note, status=Status.NO_EFFECT, why=f"{decides} decides")
+    other = any(o.file and not note.place.startswith(f"{o.file}:") for o in deciding)
+    why = f"{decides} decides"
+    return dataclasses.replace(note, status=Status.NO_EFFECT, why=why, is_overruled=other)
 
 
 def _idle(config: RunConfig, origins: Mapping[str, Origin], job: str) -> Iterator[Note]:

@@ -186,7 +186,19 @@ def files_at(path: Path) -> Corpus:
             f"data.path: expected files of one kind in '{path}', got {listed or 'none'}. Use one "
             "file, or a folder with one kind of file."
         )
+    if (file := examples.get(FileKind.TEXT)) is not None and _has_records(file):
+        _say(
+            f"the JSON records of {file} are read as text. Name it .jsonl to read a column of them"
+        )
     return Corpus(path, tuple(files), next(iter(examples)))
+
+
+def _has_records(file: Path) -> bool:
+    """Whether a file begins with two lines of JSON objects."""
+    with suppress(OSError, RecursionError, ValueError), file.open("rb") as opened:
+        lines = [opened.readline(PIECE) for _ in range(2)]
+        return all(isinstance(json.loads(line), dict) for line in lines)
+    return False
 
 
 @contextmanager
@@ -234,7 +246,8 @@ def _found(path: Path) -> list[Path]:
             f"{listed}. Set the path of such a file or folder to read it."
         )
     for why in sorted(set(left.values())):
-        _say_left_out(some(sorted(f"'{one}'" for one in left if left[one] == why)), why)
+        names = some(sorted(f"'{one}'" for one in left if left[one] == why))
+        _say(f"left out {why}: {names}")
     for file in (files := sorted(found) if named else [path]):
         if not file.is_file():
             got = "a pipe or a device" if file.exists() else "which does not exist"
@@ -309,8 +322,8 @@ def _is_written(folder: Path, left: dict[Path, str]) -> bool:
 
 
 @lru_cache  # a command lists its data more than once
-def _say_left_out(names: str, why: str) -> None:
-    logger.warning("data: left out %s: %s", why, names)
+def _say(text: str) -> None:
+    logger.warning("data: %s", text)
 
 
 def _enter(folder: Path, entered: set[Path]) -> set[Path]:

@@ -23,6 +23,7 @@ import math
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -209,6 +210,11 @@ def make_dataset(
     """
     parts = [_split(source, settings) for source in sources]
     notes: list[str] = []
+    uses = Counter(file.resolve() for source in sources for file in source.files)
+    if settings.data.validation_fraction and (shared := sum(n > 1 for n in uses.values())):
+        notes.append(
+            f"{shared} file(s) in several sources: one may train on what another holds out"
+        )
     trained_on, vocab_size = [part[0] for part in parts], settings.vocab_size
     tokenizer = tokenizer or new_tokenizer(sources, trained_on, vocab_size, notes)
     made = [_tokens(*one, settings, tokenizer) for one in zip(sources, parts, strict=True)]

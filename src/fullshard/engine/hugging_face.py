@@ -71,6 +71,14 @@ def start_of(tokenizer: Any) -> tuple[int, ...]:
     return tuple(whole[: next((at for at in places if whole[at : at + len(bare)] == bare), 0)])
 
 
+def lacking(folder: str | Path, missing: list[str]) -> ConfigError:
+    """The error for a folder without some of a model's parameters."""
+    return ConfigError(
+        f"weights: expected every parameter of config.json in '{folder}'; its files lack "
+        f"{some(missing)}. Copy or download the folder again, or correct its config.json."
+    )
+
+
 def read_model(folder: Path, config: PretrainedConfig, **settings: Any) -> nn.Module:
     """Loads a causal language model with the weights of a local folder.
 
@@ -90,10 +98,7 @@ def read_model(folder: Path, config: PretrainedConfig, **settings: Any) -> nn.Mo
     model, info = loaded
     missing = sorted({name for name, _ in model.named_parameters()} & set(info["missing_keys"]))
     if missing:
-        raise ConfigError(
-            f"weights: expected every parameter of config.json in '{folder}'; its files lack "
-            f"{some(missing)}. Copy or download the folder again, or correct its config.json."
-        )
+        raise lacking(folder, missing)
     has_headers = any((folder / name).is_file() for name in (ONE_FILE, INDEX))
     if has_headers and not getattr(config, "quantization_config", None):
         names = (name for name, _ in model.named_parameters())

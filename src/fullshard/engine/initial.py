@@ -34,7 +34,7 @@ from fullshard.engine._torch_compat import outside_modes, storage_key, tree_leav
 from fullshard.engine.computed import gather_piece
 from fullshard.engine.cuts import Cut
 from fullshard.engine.folder import FolderWeights
-from fullshard.engine.hugging_face import some
+from fullshard.engine.hugging_face import lacking, some
 from fullshard.engine.placing import Masters
 from fullshard.engine.record import Elements
 from fullshard.engine.replicas import check_equal_random
@@ -210,15 +210,20 @@ def check_weights_of(model: nn.Module, folder: str | Path) -> None:
         folder: A Hugging Face folder.
 
     Raises:
-        ConfigError: A file is truncated, or a tensor's shape differs from the model's.
+        ConfigError: A file is truncated, tensors are missing, or a tensor's shape differs from
+            the model's.
     """
     files = FolderWeights(folder, getattr(model, "base_model_prefix", ""))
     files.check_files()
-    tensors = _named(model)
-    if not files.missing([names for names, _ in tensors]):  # else transformers converts names
+    tensors, unused = _named(model), files.unused(model)
+    missing = files.missing([names for names, _ in tensors])
+    optional = getattr(model, "_keys_to_ignore_on_load_missing", None)
+    if missing and not (unused or optional):  # else transformers may convert names
+        raise lacking(folder, missing)
+    if not missing:
         for names, shape in tensors:
             files.check(names, shape)
-        if unused := files.unused(model):
+        if unused:
             logger.warning("%s has weights that its config.json does not: %s", folder, some(unused))
 
 

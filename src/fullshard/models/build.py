@@ -140,8 +140,8 @@ def weights_folder(config: RunConfig) -> Path | None:
     if config.model.name_or_path is None:
         return None
     folder = Path(config.model.name_or_path)
-    # An index counts as weights even if its files are missing, which is an error later.
-    patterns = ("*.safetensors", "pytorch_model*.bin", "*.index.json")
+    # An index without its files and adapters count as weights, which is an error later.
+    patterns = ("*.safetensors", "pytorch_model*.bin", "*.index.json", ADAPTERS)
     if any(path for pattern in patterns for path in folder.glob(pattern)):
         return folder
     if other := next((path for one in _OTHER_WEIGHTS for path in folder.glob(one)), None):

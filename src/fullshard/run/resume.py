@@ -287,7 +287,7 @@ def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
 
 
 def say_changed(config: RunConfig, found: Found) -> None:
-    """Names settings of the model in which a new run differs from the run of its checkpoint."""
+    """Names settings of model and data in which a new run differs from that of its checkpoint."""
     copy = found.files / RunFolder(found.path).config.name
     if found.manifest is None or copy.name not in found.manifest.files:
         return
@@ -297,7 +297,7 @@ def say_changed(config: RunConfig, found: Found) -> None:
     told = [
         f"{key} {value} -> {now[key]}"
         for key, value in before.items()
-        if is_below(key, ("model", "freeze", "lora")) and now.get(key, value) != value
+        if is_below(key, SAME) and now.get(key, value) != value
     ]
     if told:
         logger.info("the new run differs from that of the checkpoint: %s", ", ".join(told))
@@ -335,6 +335,8 @@ def sample_of_teacher(config: RunConfig) -> str | None:
 def check_data(resume: Resume, position: Any, steps: StepPlan) -> None:
     """Checks that a run which resumes in its folder has the data and order of its checkpoint.
 
+    A new run that begins from PATH may have others, which the log names.
+
     Args:
         resume: Checkpoint from which the run resumes.
         position: The checkpoint's data position.
@@ -343,8 +345,6 @@ def check_data(resume: Resume, position: Any, steps: StepPlan) -> None:
     Raises:
         ConfigError: The tokens or their order differ; names the key.
     """
-    if not resume.in_place or resume.required:  # another run's checkpoint may have had other data
-        return
     with untrusted(f"a checkpoint in '{resume.path}'", "the data position of a run"):
         trained = dict(position or {})
     for name, key, now in (
@@ -352,7 +352,9 @@ def check_data(resume: Resume, position: Any, steps: StepPlan) -> None:
         ("seed", "training.seed", steps.order.seed),
     ):
         was = trained.get(name, now)
-        if was != now:
+        if was != now and resume.required:  # another run's checkpoint may have had other data
+            logger.info("the %s of the new run is not that of '%s'", name, resume.path)
+        elif was != now:
             raise ConfigError(
                 f"{key}: expected the {name} of the run that resumes from '{resume.path}' ({was}); "
                 f"got others ({now}), or the order of another version. Restore the old data, "
@@ -522,7 +524,8 @@ class RunCheckpoints(Keeper):
         if resume.path is None:
             return 0
         state, path = self.trainee.load(resume.path)
-        check_data(resume, state.get(POSITION), self.steps)
+        if not resume.required:  # the command has told what differs
+            check_data(resume, state.get(POSITION), self.steps)
         # Losses of another run do not count: it may have had other data.
         self.patience.load_state_dict((resume.in_place and state.get(PATIENCE)) or {})
         if self._is_first:

@@ -206,3 +206,15 @@ def test_a_key_without_effect_beside_others_is_said_when_a_file_is_run(tmp_path,
     assert capsys.readouterr().out == said
     load(["training.adam_beta1=0.9"], tmp_path / "a.yaml")  # the default, as in a run's config.yaml
     assert capsys.readouterr().out == ""
+
+
+def test_a_key_that_another_file_overrules_is_said_when_the_files_are_run(tmp_path, capsys):
+    machines, recipe = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    machines.write_text("distributed_type: FSDP\ngradient_accumulation_steps: 4\n")
+    recipe.write_text("model: MODEL\ngradient_accumulation_steps: 2\n")
+    load(["max_steps=2"], recipe, machines)
+    key = "gradient_accumulation_steps"
+    said = f"{machines}:2: {key}: no effect: {key} ({recipe}:2) decides\n"
+    assert capsys.readouterr().out == said
+    load(["model=MODEL", f"{key}=2"], None, machines)  # typed
+    assert capsys.readouterr().out == ""

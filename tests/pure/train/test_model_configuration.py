@@ -222,6 +222,10 @@ def test_weights_that_their_config_calls_quantized_or_adapted_are_refused(tmp_pa
     adapters.write_text('{"peft_type": "LORA"}')
     with pytest.raises(ConfigError, match=rf"{section}.name_or_path: .* with {adapters.name}"):
         check_weights(config)
+    (tmp_path / "model.safetensors").rename(tmp_path / "kept")  # a folder of adapters alone
+    with pytest.raises(ConfigError, match=rf"{section}.name_or_path: .* with {adapters.name}"):
+        check_weights(config)
+    (tmp_path / "kept").rename(tmp_path / "model.safetensors")
     adapters.unlink()
     path = tmp_path / "config.json"
     quantized = {"quantization_config": {"quant_method": "fp8"}}

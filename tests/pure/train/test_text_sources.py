@@ -116,6 +116,25 @@ def test_what_is_no_text_is_named_with_its_place(case, tmp_path, snapshot):
     assert message(tmp_path / path).replace(str(tmp_path), "TMP") == snapshot
 
 
+def test_records_that_are_read_as_text_are_told(tmp_path, caplog):
+    for rows in (["{}\n", "a\n"], ["[" * 9999, "\n"], ['{"text": "a"}\n'] * 2):
+        assert not caplog.messages
+        path = write(tmp_path / "a.jsonl.1", "".join(rows))
+        text_source(path)
+    text_source(path)
+    (told,) = caplog.messages
+    assert told.startswith(f"data: the JSON records of {path} are read as text.")
+
+
+def test_a_file_in_two_sources_is_noted_beside_held_out_data(tmp_path):
+    path = write(tmp_path / "a.txt", "one two three four " * 99)
+    sources = [text_source(path), text_source(tmp_path / "*.txt")]
+    told = "1 file(s) in several sources: one may train on what another holds out"
+    settings = DatasetSettings(8, 300, DataConfig(validation_fraction=0.2))
+    assert told in make_dataset(sources, settings, None).facts.notes
+    assert told not in make_dataset(sources[:1], settings, None).facts.notes
+
+
 def test_name_that_is_too_long_is_said(tmp_path):
     assert "File name too long" in message(tmp_path / ("x" * 300))
 

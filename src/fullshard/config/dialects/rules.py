@@ -52,6 +52,7 @@ class Note:
         why: in words.
         place: `fsdp.yaml:7`, `command line`.
         targets: our keys that it sets.
+        is_overruled: whether another file decides these keys.
     """
 
     key: str
@@ -59,6 +60,7 @@ class Note:
     why: str
     place: str
     targets: tuple[str, ...] = ()
+    is_overruled: bool = False
 
     def __str__(self) -> str:
         """The note as a line of `config explain`."""
