@@ -254,13 +254,13 @@ def raise_together(all_values: Callable[[Any], list[Any]], rank: int, do: Callab
     if error is not None:
         raise error
     for failure in filter(None, found):
-        raise failure[0](failure[1])
+        raise failure[0](*failure[1])
     return result
 
 
-def _for_other_ranks(error: Exception, rank: int) -> tuple[type[FullshardError], str]:
-    """Type and message that the other ranks raise."""
+def _for_other_ranks(error: Exception, rank: int) -> tuple[Any, ...]:
+    """Type and arguments of the error that the other ranks raise."""
     if isinstance(error, FullshardError):
-        return type(error), str(error)
+        return error.__reduce__()[:2]  # type: ignore[return-value]  a tuple
     kind = OutOfMemoryError if ran_out_of_memory(error) else EngineError
-    return kind, f"rank {rank}: {type(error).__name__}: {error}"
+    return kind, (f"rank {rank}: {type(error).__name__}: {error}",)

@@ -111,6 +111,15 @@ def test_a_limit_that_stops_all_ranks_is_named(number, flag):
         errors.raise_together(lambda value: [value], 0, fail)
 
 
+def test_other_ranks_raise_the_problems_of_a_configuration():
+    problems = [Problem(key, "a number", "text") for key in ("steps", "seed")]
+    failed = ConfigProblems(problems)
+    found = errors._for_other_ranks(failed, 1)
+    with pytest.raises(ConfigProblems, match="2 problems") as caught:
+        errors.raise_together(lambda _: [None, found], 0, lambda: None)
+    assert (caught.value.problems, str(caught.value)) == (failed.problems, str(failed))
+
+
 def test_a_limit_on_open_files_is_named():
     error = as_ours(OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/proc/meminfo"))
     assert str(error).startswith("ulimit -n: expected to open more files than the ")
