@@ -1,6 +1,7 @@
 """Parameters that get no gradient: unused, unused on one rank, frozen, adapted, turned off."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -263,6 +264,8 @@ def switched_while_units_are_open(model, step, rank):
         module.norm.bias.detach_() if step == 2 else module.norm.bias.requires_grad_(True)
         for param in forward:
             param.requires_grad = step == 1
+        for param in backward:
+            param.requires_grad = True
 
     def before_backward(_, __, y):
         y.register_hook(lambda _: [param.requires_grad_(step != 1) for param in backward] and None)
@@ -299,9 +302,12 @@ def test_weights_that_were_frozen_before_sharding_cannot_be_trained_inside_their
 def test_weights_frozen_after_a_forward_may_be_trained_in_its_backward():
     model, alone = fs.shard(sometimes(), wrap=["SometimesBlock"]), sometimes()
     for each in (model, alone):
+        thaw = partial(lambda each, _: each.blocks[0].requires_grad_(True) and None, each)
+        each.blocks[3].register_forward_hook(
+            lambda _, __, y, thaw=thaw: [y.register_hook(thaw), y][1]
+        )
         loss = mean_square(each(**vectors(0, 0)))
         each.blocks[0].requires_grad_(False)
-        loss.register_hook(lambda _, each=each: each.blocks[0].requires_grad_(True) and None)
         loss.backward()
     assert not unlike_gradients(model, alone)
 
