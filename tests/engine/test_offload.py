@@ -5,7 +5,9 @@ Here the host computes as well; tests/gpu has the copies between host and device
 
 import contextlib
 import copy
+import faulthandler
 import os
+import signal
 import time
 from functools import partial
 from pathlib import Path
@@ -24,6 +26,7 @@ from support.grid import STRATEGIES, chequered
 from support.models import CASES, Chain, perturbed
 from support.parity import assert_parity, assert_planned_events
 from support.ranks import on_ranks
+from support.scripts import error_of
 
 KINDS = {
     "parameters": ("parameter shards", "parameter_shards"),
@@ -342,6 +345,18 @@ def test_a_forked_process_leaves_state_on_disk_alone(tmp_path):
             is_finite = bool(model(torch.ones(2, 12)).isfinite().all())
         os._exit(not is_finite)
     assert os.waitpid(pid, 0)[1] == 0
+    if (pid := os.fork()) == 0:
+        for param in model.parameters():
+            param.grad = param.detach().clone()
+        step = torch.inference_mode()(optimizer.step)
+        os._exit("forked process" not in error_of(step))
+    assert os.waitpid(pid, 0)[1] == 0
+    if (pid := os.fork()) == 0:
+        faulthandler.disable()
+        for moment in moments:
+            moment.to_local().zero_()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == signal.SIGSEGV
     assert all(map(torch.equal, moments, before))
     assert all(moment.any() for moment in before)
 

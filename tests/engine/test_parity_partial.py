@@ -1,6 +1,7 @@
 """Parameters that get no gradient: unused, unused on one rank, frozen, adapted, turned off."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 
 import fullshard as fs
 from fullshard.engine.engine import engine_of
+from fullshard.errors import EngineError
 from support.grid import RANKED, STRATEGIES, chequered, in_turn, prefetching
 from support.models import CHAIN, WIDTH, Block, backward_of, mean_square, perturbed, tokens, vectors
 from support.parity import (
@@ -253,13 +255,61 @@ def trained_in_the_second_step_by_a_forward(model, step, rank):
     return loss
 
 
+def switched_while_units_are_open(model, step, rank):
+    """A forward and a backward switch weights of units that are open, by shards in a list."""
+    forward = [model.head.weight, *model.blocks[0].parameters()]
+    backward = [model.blocks[2].norm.weight, *model.blocks[1].parameters()]
+
+    def inside(module, _):
+        module.norm.bias.detach_() if step == 2 else module.norm.bias.requires_grad_(True)
+        for param in forward:
+            param.requires_grad = step == 1
+        for param in backward:
+            param.requires_grad = True
+
+    def before_backward(_, __, y):
+        y.register_hook(lambda _: [param.requires_grad_(step != 1) for param in backward] and None)
+
+    handles = [model.blocks[0].register_forward_pre_hook(inside)]
+    handles.append(model.blocks[2].norm.register_forward_hook(before_backward))
+    loss = never_used(model, step, rank)
+    for handle in handles:
+        handle.remove()
+    return loss
+
+
 @pytest.mark.short(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2, timeout=100)
 def test_requires_grad_may_be_turned_off_for_a_step(strategy):
+    steps = frozen_in_the_second_step, trained_in_the_second_step_by_a_forward
     for settings in prefetching(strategy):
-        for step in (frozen_in_the_second_step, trained_in_the_second_step_by_a_forward):
+        for step in (*steps, switched_while_units_are_open):
             assert_parity(sometimes, step, settings, kinds=("adamw",))
+
+
+@on_ranks(2)
+def test_weights_that_were_frozen_before_sharding_cannot_be_trained_inside_their_forward():
+    model = sometimes()
+    model.blocks[0].requires_grad_(False)
+    fs.shard(model, wrap=["SometimesBlock"])
+    model.blocks[0].register_forward_pre_hook(lambda block, _: block.requires_grad_(True) and None)
+    with pytest.raises(EngineError, match="expected requires_grad=False"):
+        never_used(model, 0, dist.get_rank())
+
+
+@on_ranks(2)
+def test_weights_frozen_after_a_forward_may_be_trained_in_its_backward():
+    model, alone = fs.shard(sometimes(), wrap=["SometimesBlock"]), sometimes()
+    for each in (model, alone):
+        thaw = partial(lambda each, _: each.blocks[0].requires_grad_(True) and None, each)
+        each.blocks[3].register_forward_hook(
+            lambda _, __, y, thaw=thaw: [y.register_hook(thaw), y][1]
+        )
+        loss = mean_square(each(**vectors(0, 0)))
+        each.blocks[0].requires_grad_(False)
+        loss.backward()
+    assert not unlike_gradients(model, alone)
 
 
 @on_ranks(2)

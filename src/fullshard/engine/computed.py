@@ -37,7 +37,6 @@ from torch import nn
 
 from fullshard.engine._torch_compat import GRAD, graph_task_id, is_compiling, no_guard, tree_leaves
 from fullshard.engine.guard import Rule, rule_of
-from fullshard.engine.norms import Count
 from fullshard.errors import ShardedTensorError
 from fullshard.planner.layout import FlatLayout, Slice
 from fullshard.transport.base import Transport
@@ -83,15 +82,19 @@ class Computed(nn.Parameter):
 
     def _write_trained(self, value: Any) -> None:
         shard = self.shard()
-        if shard is not None and shard.requires_grad is not value:
+        if shard is None:
+            TRAINED.__set__(self, value)
+        else:
             shard.requires_grad = value
-            shard.record.norms.counts[Count.FREEZINGS] += 1
-        TRAINED.__set__(self, value)
 
     def requires_grad_(self, requires_grad: Any = True) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  # noqa: FBT002
-        """Also freezes the shard, which the next forward follows."""
+        """Freezes the shard, which this follows."""
         self._write_trained(requires_grad)
         return self
+
+    def detach_(self) -> Any:
+        """Freezes the parameter, as of any leaf."""
+        return self.requires_grad_(False)
 
     data = property(torch.Tensor.detach, _write_data)  # type: ignore[assignment]
     requires_grad = property(TRAINED.__get__, _write_trained)  # type: ignore[assignment]

@@ -37,7 +37,8 @@ import torch
 from fullshard.engine._torch_compat import no_guard
 from fullshard.errors import ConfigError, EngineError
 from fullshard.planner.memory import DISK_PIECE, DISK_ROOM, NUM_DISK_ROOMS
-from fullshard.transport.base import Works
+from fullshard.transport.base import Works, check_process
+from fullshard.transport.segment import protect
 
 FILE_BYTES = 1 << 30  # of a file, which takes space as tensors are put into it
 PAGE = mmap.PAGESIZE
@@ -51,19 +52,21 @@ class Extent:
     descriptor: int
     offset: int
     nbytes: int
+    process: int  # which may write them
 
 
 class _File:
     """A file without a name. Its space is free when no tensor is in it, or the process ends."""
 
     def __init__(self, folder: str, nbytes: int) -> None:
-        self.nbytes, self.used, self._pid = nbytes, 0, os.getpid()
+        self.nbytes, self.used, self.process = nbytes, 0, os.getpid()
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".fullshard-") as file:
             os.ftruncate(file.fileno(), nbytes)
             self.mapping: mmap.mmap | None = mmap.mmap(file.fileno(), nbytes)
             self._plain = self.descriptor = os.dup(file.fileno())
             with contextlib.suppress(OSError):  # a file system without it
                 self.descriptor = os.open(file.name, os.O_RDWR | os.O_DIRECT)
+        _MAPPINGS.add(self.mapping)
         self.address = torch.frombuffer(self.mapping, dtype=torch.uint8).data_ptr()
         descriptors = {self._plain, self.descriptor}
         self.alive = weakref.finalize(self.mapping, lambda: [*map(os.close, descriptors)])
@@ -79,7 +82,7 @@ class _File:
 
     def _free(self, offset: int, nbytes: int) -> None:
         """Give a tensor's space back to the disk."""
-        if self.alive.alive and self._pid == os.getpid():  # a forked process has the same files
+        if self.alive.alive and self.process == os.getpid():  # a forked process has the same files
             place, size = ctypes.c_int64(offset), ctypes.c_int64(_rounded(nbytes))
             ctypes.CDLL(None).fallocate(self.descriptor, PUNCH_HOLE, place, size)
 
@@ -115,6 +118,7 @@ class Room:
 
     def write(self, to: torch.Tensor, place: Extent, taken: torch.Tensor) -> None:
         """Writes a tensor that has taken room: whole pages directly, others through the mapping."""
+        check_process(place.process)
         stop = place.offset + place.nbytes
         first, last = _rounded(place.offset), stop - stop % PAGE
         if first >= last:
@@ -194,7 +198,7 @@ class Disk:
             at = tensor.data_ptr()
             for file in self._files:
                 if file.address <= at < file.address + file.nbytes and file.alive.alive:
-                    return Extent(file.descriptor, at - file.address, tensor.nbytes)
+                    return Extent(file.descriptor, at - file.address, tensor.nbytes, file.process)
         return None
 
     # ---- one read, and one write or change, at a time, on any thread
@@ -285,7 +289,18 @@ class Disk:
 
 
 _DISKS: weakref.WeakSet[Disk] = weakref.WeakSet()
-os.register_at_fork(after_in_child=lambda: [disk.start() for disk in _DISKS])
+_MAPPINGS: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """A forked process reads state with threads of its own, and cannot write it."""
+    for mapping in _MAPPINGS:
+        protect(mapping, mmap.PROT_READ)
+    for disk in _DISKS:
+        disk.start()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def _moved(call: Callable[..., int], place: Extent, piece: memoryview, at: int) -> int:

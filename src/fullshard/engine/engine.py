@@ -181,6 +181,7 @@ class Engine:
                     address=address_of(member.local(group.master)),
                     home=self.home,
                     gather=partial(_gather_whole, weakref.ref(member)),
+                    member=weakref.ref(member),
                     post_accumulate=_taken_hooks(member.param),
                     states=masters.homes.states,
                     cut=member.cut,

@@ -42,6 +42,7 @@ class Rule(Enum):
     MAKE = auto()  # p.new_empty(shape): a shard for p's shape, otherwise plain
     GRAPH = auto()  # p.view_as(p).grad_fn: leads to nodes that receive no gradient
     DETACH = auto()  # p.grad.detach_()
+    FREEZE = auto()  # p.requires_grad_(); compute parameters follow
 
 
 UNARY = """abs absolute neg negative positive sqrt rsqrt square exp exp2 expm1 log log2 log10 log1p
@@ -95,7 +96,7 @@ def _table() -> dict[str, Rule]:
     rules.update((name, Rule.MAKE) for name in makers)
     rules["grad_fn"], rules["detach_"], rules["backward"] = Rule.GRAPH, Rule.DETACH, Rule.AUTOGRAD
     rules["data="], rules["grad="] = Rule.REPLACE, Rule.ASSIGN
-    rules["requires_grad="] = rules["requires_grad_"] = Rule.PLAIN
+    rules["requires_grad="] = rules["requires_grad_"] = Rule.FREEZE
     rules["view"] = rules["view_as"] = rules["reshape"] = Rule.ELEMENTWISE  # size is checked
     return rules
 

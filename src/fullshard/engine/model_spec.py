@@ -16,6 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fullshard.config.values import DType, nearest
 from fullshard.engine._torch_compat import is_distributed, plain, saved_buffers
+from fullshard.engine.computed import Computed
 from fullshard.engine.cuts import Cut
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.engine.parameter import ShardedParameter
@@ -125,6 +126,12 @@ def param_spec(names: tuple[str, ...], param: nn.Parameter) -> ParamSpec:
     dtype = str(param.dtype).removeprefix("torch.")
     if isinstance(param, ShardedParameter):  # sharded before: see compat/wrapping.py
         return ParamSpec(names, tuple(param.record.piece.shape), DType(dtype), param.requires_grad)
+    if isinstance(param, Computed):
+        raise UnsupportedModelError(
+            f"{names[0]}: expected a parameter of this model alone; another sharded model has it, "
+            "too. Put models that share parts into one module (nn.ModuleDict), shard that, and "
+            "call its parts."
+        )
     if type(param) is not nn.Parameter and not is_distributed(param):
         reason = f"a plain nn.Parameter; got {type(param).__name__}"
     elif dtype not in {member.value for member in DType}:

@@ -37,14 +37,8 @@ from fullshard.engine.guard import (
     set_data,
     written_by,
 )
-from fullshard.engine.norms import (
-    TOLD_BY_NORMS,
-    GradientNorms,
-    Known,
-    by_model,
-    norms_of,
-)
-from fullshard.engine.record import ShardRecord, before_read, change_memory, sharing_of
+from fullshard.engine.norms import TOLD_BY_NORMS, GradientNorms, Known, by_model, norms_of
+from fullshard.engine.record import ShardRecord, before_read, change_memory, freeze, sharing_of
 from fullshard.errors import EngineError, ShardedTensorError
 from fullshard.planner.layout import clean_name
 
@@ -187,7 +181,7 @@ class PendingGradient(ShardedGradient):
             return args[0]
         if rule is Rule.DETACH:
             return args[0]
-        if rule not in (Rule.PLAIN, Rule.GRAPH):
+        if rule not in (Rule.PLAIN, Rule.GRAPH, Rule.FREEZE):
             raise next(x for x in shards_in(args) if isinstance(x, cls)).refusal(name)
         with no_guard():
             return func(*args, **(kwargs or {}))
@@ -508,6 +502,8 @@ def _node(func: Any, _name: str, like: Any, args: Any, kwargs: dict[str, Any]) -
 
 def _detach(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """p.grad.detach_(): torch raises an error for views, even without a graph."""
+    if like.is_at_rest:
+        return like.requires_grad_(False)
     return _elementwise(func, name, like, args, kwargs) if like.requires_grad else like
 
 
@@ -697,4 +693,5 @@ _SPECIAL = {
     Rule.REPLACE: _replace,
     Rule.GRAPH: _node,
     Rule.DETACH: _detach,
+    Rule.FREEZE: freeze,
 }

@@ -91,6 +91,7 @@ class ShardRecord(Elements):
         post_accumulate: The user's hooks, called with the reduced gradient.
         states: Allocates optimizer states; None if they are on the device of the parameter.
         compute: Returns the compute parameter if it shares memory with the whole parameter.
+        member: The parameter's `Member`, weakly.
         address: Where the parameter was placed; see `address_of`.
         last_write: Number of the last write into it.
     """
@@ -106,6 +107,7 @@ class ShardRecord(Elements):
     post_accumulate: OrderedDict[int, Callable[[torch.Tensor], None]]
     states: Residence | None = None
     compute: Callable[[], nn.Parameter] | None = None
+    member: Callable[[], Any] | None = None
     address: int = 0
     last_write: int = 0
 
@@ -247,6 +249,33 @@ def take_along(param: Any, place: torch.Tensor) -> None:
             found.drop(tensor)
     found.move(place)
     param.shares = weakref.ref(found)
+
+
+def follow_freezing(member: Any) -> None:
+    """Copy `requires_grad` from a shard to its compute parameter. Outside the guard.
+
+    Raises:
+        EngineError: The parameter was frozen when it was sharded.
+    """
+    wanted = member.param.requires_grad
+    if wanted and not member.group.plan.trainable:
+        raise EngineError(
+            f"{member.piece.name}: expected requires_grad=False as when it was sharded; its unit "
+            "has no gradient memory for it. Set requires_grad before fs.shard."
+        )
+    if member.compute.requires_grad is not wanted:
+        torch.Tensor.requires_grad_(member.compute, wanted)
+
+
+def freeze(func: Any, _name: str, like: Any, args: Any, kwargs: Any) -> Any:
+    """p.requires_grad = x: graphs contain the compute parameter, which follows at once."""
+    with no_guard():
+        result, find = func(*args, **kwargs), like.record.member
+        member = None if find is None else find()
+        # A frozen parameter at rest may be trained for a while; see `Group.follow_freezing`.
+        if member is not None and (member.group.plan.trainable or member.group.unit.swapped):
+            follow_freezing(member)
+    return result
 
 
 def check_fresh(unit: Any, home: Home, num_followed: int, module: nn.Module | None = None) -> None:

@@ -486,8 +486,6 @@ class Runtime:
         if self._task != task:  # raises in a backward inside another one, which reaches a parameter
             self._begin_backward(task)
         if not member.expected:
-            if not member.compute.requires_grad:
-                return  # frozen since its forward
             raise EngineError(REENTRANT.format(title=unit.plan.title))
         is_gone = not self.scheduler.is_gathered(unit.index)
         if is_gone and unit.plan.reads_weight_in_backward and not self._shares_casts:

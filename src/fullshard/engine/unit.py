@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
+from operator import is_not
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -29,7 +30,7 @@ from fullshard.engine.cuts import Cut
 from fullshard.engine.disk import Disk
 from fullshard.engine.norms import Count
 from fullshard.engine.parameter import Guarded, ShardedGradient
-from fullshard.engine.record import before_read
+from fullshard.engine.record import before_read, follow_freezing
 from fullshard.errors import EngineError
 from fullshard.planner.layout import FlatLayout, Slice, clean_name
 from fullshard.planner.units import GroupPlan, UnitPlan
@@ -186,7 +187,6 @@ class Group:
 
     def __post_init__(self) -> None:
         self._shards = [member.param for member in self.members]
-        self._has_cuts = any(member.cut is not None for member in self.members)
 
     def is_in_place(self) -> bool:
         """Whether all shards are in place and trained as when sharded. Outside the guard."""
@@ -201,10 +201,7 @@ class Group:
 
     def is_trained_as_before(self) -> bool:
         """Whether `requires_grad` of all shards is as in the last forward. Outside the guard."""
-        trained = [shard.requires_grad for shard in self._shards]
-        if self._has_cuts and trained != [member.compute.requires_grad for member in self.members]:
-            return False  # a forward may freeze the DTensor alone
-        return trained == self.trained
+        return [shard.requires_grad for shard in self._shards] == self.trained
 
     def follow_freezing(self) -> None:
         """Copy `requires_grad` from shards to compute parameters. Outside the guard.
@@ -212,19 +209,13 @@ class Group:
         Raises:
             EngineError: A parameter that was frozen when it was sharded is now trained.
         """
-        if self.is_trained_as_before():
-            return
-        changed = [m for m in self.members if m.compute.requires_grad is not m.param.requires_grad]
-        for member in changed:
-            wanted = member.param.requires_grad
-            if wanted and not self.plan.trainable:
-                raise EngineError(
-                    f"{member.piece.name}: expected requires_grad=False as when it was sharded; "
-                    "its unit has no gradient memory for it. Set requires_grad before fs.shard."
-                )
-            torch.Tensor.requires_grad_(member.compute, wanted)
-            member.param.record.norms.counts[Count.FREEZINGS] += 1
-        self.trained = [shard.requires_grad for shard in self._shards]
+        if not self.is_trained_as_before():
+            for member in self.members:
+                follow_freezing(member)
+            trained = [shard.requires_grad for shard in self._shards]
+            num_changed = sum(map(is_not, trained, self.trained))
+            self.members[0].param.record.norms.counts[Count.FREEZINGS] += num_changed
+            self.trained = trained
 
     def bind(self, rings: Rings, shard_index: int) -> None:
         """Point the compute parameters and gradients at the group's slots."""
@@ -610,6 +601,8 @@ class Unit:
         for table, name, param, compute in self.entries:
             if table.get(name) is compute:
                 table[name] = param
+            if self._has_cuts:  # a forward may have frozen the DTensor alone
+                param.requires_grad_(compute.requires_grad)
             compute.__dict__ = {}  # autograd's node must not keep the record
 
     def unbind(self) -> None:
@@ -645,7 +638,7 @@ class Unit:
 def is_reached(member: Member) -> bool:
     """Whether the running backward computes the node."""
     try:
-        reached = member.compute.requires_grad and will_execute(member.node)
+        reached = will_execute(member.node)  # one that was frozen since may be trained in a hook
     except RuntimeError as error:
         raise EngineError(
             "torch.autograd.grad: expected inputs that are not parameters; got the compute "

@@ -142,8 +142,13 @@ _MAPPINGS: WeakSet[mmap.mmap] = WeakSet()
 def _shut() -> None:
     """Take access from a forked process. See [Note: forked processes] in transport/base.py."""
     for mapping in _MAPPINGS:
-        address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
-        _mprotect(ctypes.c_void_p(address), ctypes.c_size_t(len(mapping)), 0)
+        protect(mapping, 0)
+
+
+def protect(mapping: mmap.mmap, access: int) -> None:
+    """Limits what this process can do with a mapping to `mmap.PROT_READ`, or 0: nothing."""
+    address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+    _mprotect(ctypes.c_void_p(address), ctypes.c_size_t(len(mapping)), access)
 
 
 _mprotect = ctypes.CDLL(None).mprotect
