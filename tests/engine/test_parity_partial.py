@@ -289,13 +289,16 @@ def test_requires_grad_may_be_turned_off_for_a_step(strategy):
 
 
 @on_ranks(2)
-def test_weights_that_were_frozen_before_sharding_cannot_be_trained_inside_their_forward():
-    model = sometimes()
-    model.blocks[0].requires_grad_(False)
-    fs.shard(model, wrap=["SometimesBlock"])
-    model.blocks[0].register_forward_pre_hook(lambda block, _: block.requires_grad_(True) and None)
-    with pytest.raises(EngineError, match="expected requires_grad=False"):
-        never_used(model, 0, dist.get_rank())
+def test_weights_that_were_frozen_before_sharding_cannot_be_trained_inside_a_forward():
+    for frozen, entered in ((0, 0), (3, 1)):
+        model = sometimes()
+        blocks = model.blocks
+        blocks[frozen].requires_grad_(False)
+        fs.shard(model, wrap=["SometimesBlock"])
+        thaw = partial(lambda block, *_: block.requires_grad_(True) and None, blocks[frozen])
+        blocks[entered].register_forward_pre_hook(thaw)
+        with pytest.raises(EngineError, match="expected requires_grad=False"):
+            never_used(model, 0, dist.get_rank())
 
 
 @on_ranks(2)

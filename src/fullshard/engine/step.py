@@ -216,6 +216,7 @@ class Runtime:
             self.num_followed = num_writes
         else:
             self.follow_writes()
+            unit.check_frozen()
         use = Use(ref(self), index, self.stack[-1] if self.stack else None, self._generation)
         self._node_hooks[index].call(
             lambda _: None if use.task == graph_task_id() else _enter_after_hooks(use)

@@ -423,6 +423,7 @@ class Unit:
         self.groups = groups
         self.members = [member for group in groups for member in group.members]
         self.trained_groups = [group for group in groups if group.grads is not None]
+        self.frozen_groups = [group for group in groups if group.grads is None]
         self.trained_members = [member for group in self.trained_groups for member in group.members]
         self.gathered = [group for group in groups if group.gathers]
         for group in groups:
@@ -493,9 +494,6 @@ class Unit:
             EngineError: A module has another object, which the forward would not use.
         """
         if self.swapped == 0:
-            with no_guard():  # a forward may freeze units that it enters later
-                for group in self.groups:
-                    group.follow_freezing()
             for table, name, param, _ in self.entries:
                 if (found := table.get(name)) is not param:
                     if getattr(found, "__dict__", None) is vars(param):  # see `swap_in`
@@ -510,6 +508,12 @@ class Unit:
                         "module has another (an assignment, functional_call), which forward does "
                         "not use. Write into the shard, or change parameters before fs.shard."
                     )
+
+    def check_frozen(self) -> None:
+        """Check that no shard is trained that was frozen when it was sharded."""
+        for group in self.frozen_groups:
+            with no_guard():
+                group.follow_freezing()
 
     def shares_memory(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a view of weights whose memory will be reused."""
