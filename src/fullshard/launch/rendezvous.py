@@ -56,7 +56,7 @@ Made = TypeVar("Made")
 ASKED, STARTS = "fullshard/asked", "fullshard/starts"  # counts of a store
 ANSWER = "fullshard/start_for/{}"  # by question: the start of the rank that asked it
 JOINED = "fullshard/joined/{}"  # by start: number of ranks, besides rank 0, that know its number
-WAITING_S = 10.0  # between log lines of a rank that waits for rank 0
+WAITING_S = 10.0  # between log lines of a rank that waits for others
 GOODBYE_S = 10.0  # for all ranks to read how rank 0 ended
 _GROUPS = count()  # a process may destroy its group and make another one: without old addresses
 END = "fullshard/end"  # how a launch on several machines ended: its first failure, or null
@@ -351,7 +351,14 @@ def number_of_start(store: Store, launch: LaunchEnvironment, timeout_s: float) -
             store.set(ANSWER.format(answered), str(start))
         return store.add(JOINED.format(start), 0) + 1
 
-    if not wait_until(lambda: num_ranks() >= size, timeout_s):
+    soon = min(WAITING_S, timeout_s)
+    if not wait_until(lambda: num_ranks() >= size, soon):
+        logging.getLogger("fullshard").warning(
+            "rank 0 waits for %d of %d ranks (WORLD_SIZE); if it is alone, unset RANK",
+            size - num_ranks(),
+            size,
+        )
+    if not wait_until(lambda: num_ranks() >= size, timeout_s - soon):
         raise HangError(
             f"WORLD_SIZE: expected {size} ranks, got {num_ranks()} in {timeout_s:g} s "
             "(launch.timeout). Start all of them, with one MASTER_ADDR and MASTER_PORT; or unset "
