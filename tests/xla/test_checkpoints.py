@@ -1,5 +1,6 @@
 """One checkpoint for both engines: no bit changes on the way there and back."""
 
+import threading
 from collections import Counter
 from functools import partial
 from unittest.mock import patch
@@ -14,7 +15,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 import fullshard as fs
 from fullshard.checkpoint.read import Checkpoint
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.saving import SaveSettings
+from fullshard.saving import SAVES, SaveSettings
 from support import decoders
 from support.lazy import fj, fx, fxs, jax, jnp, optax, orbax
 from support.other_axes import mesh_of
@@ -258,3 +259,21 @@ def test_a_state_of_torch_that_optax_does_not_have_is_refused_and_not_dropped(
 ):
     ranks(2)(saved_with_amsgrad, tmp_path)
     assert "it has those of AdamW, max_exp_avg_sq. Load only" in devices(told_of, tmp_path)
+
+
+def what_awaits_a_save(folder):
+    """Whether a save in progress had ended when the next save, and a load, returned."""
+    plan, tx = fj.plan({"w": jnp.ones(8)}), optax.sgd(0.1)
+    state, found = fj.shard(plan, {"w": jnp.ones(8)}, tx), []
+    for act in (partial(fj.save, folder, state), partial(fj.load, plan, folder, tx)):
+        act()  # the second call is quick
+        goes_on, ended = threading.Event(), []
+        SAVES.start(lambda go=goes_on, ended=ended: ended.append(go.wait(0.5)))
+        act()
+        found.append(bool(ended))
+        goes_on.set()
+    return found
+
+
+def test_a_save_and_a_load_await_the_save_in_progress(devices, tmp_path):
+    assert devices(what_awaits_a_save, tmp_path / "checkpoint") == [True, True]
