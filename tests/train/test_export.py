@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import fullshard as fs
 from fullshard.config.schema import LoraConfig, RunConfig
@@ -54,6 +54,12 @@ def made(name):
     config = config_from_settings({**SIZES, **MODELS[name]})
     fit_to_tokenizer(config, tokenizer)
     return config, tokenizer, build_model(config, None, torch.float32, seed=5)
+
+
+def test_generation_settings_are_kept_of_models_without_an_end_of_text(tmp_path):
+    AutoConfig.for_model("roc_bert", is_decoder=True).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert generation_text(AutoConfig.from_pretrained(tmp_path)) == {"generation_config.json": "{}"}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -420,7 +420,8 @@ def generation_text(config: PretrainedConfig) -> dict[str, str]:
     if not (folder / GENERATION).is_file():
         return {}
     own = read_config(folder, "model.name_or_path", trust=hasattr(config, "auto_map"))
-    ends = {str(found.get_text_config().eos_token_id) for found in (own, config)}
+    texts = own.get_text_config(), config.get_text_config()
+    ends = {str(getattr(text, "eos_token_id", None)) for text in texts}  # some classes have none
     return {GENERATION: (folder / GENERATION).read_text("utf-8")} if len(ends) == 1 else {}
 
 

@@ -284,8 +284,8 @@ def _check_sizes(config: PretrainedConfig) -> None:
         if getattr(config.get_text_config(), key, None) == value:
             raise ConfigError(
                 f"model.config.{key}: expected attention to earlier tokens only; got {value}, with "
-                "which the model reads the tokens that it predicts. Leave it out, in config.json "
-                "for a folder."
+                f"which the model reads the tokens that it predicts. Set it to {value is False}, "
+                "in config.json for a folder."
             )
     for key in ("hidden_size", "vocab_size", "num_hidden_layers"):
         size = getattr(config.get_text_config(), key, None)

@@ -294,10 +294,12 @@ def say_changed(config: RunConfig, found: Found) -> None:
     with untrusted(copy, "the configuration of the run that saved the weights"):
         before = flatten(parse_text(read_file(copy).decode(), str(copy)).values)
     now = flatten(config.to_dict())
+    shared = before.keys() & now.keys()  # another version has other keys, except in model.config
     told = [
-        f"{key} {value} -> {now[key]}"
-        for key, value in before.items()
-        if is_below(key, SAME) and now.get(key, value) != value
+        f"{key} {before.get(key)} -> {now.get(key)}"
+        for key in {**before, **now}
+        if is_below(key, SAME if key in shared else ("model.config",))
+        and before.get(key) != now.get(key)
     ]
     if told:
         logger.info("the new run differs from that of the checkpoint: %s", ", ".join(told))

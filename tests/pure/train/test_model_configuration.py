@@ -312,7 +312,8 @@ def test_a_model_that_reads_what_it_predicts_is_refused(tmp_path):
     ):
         config = AutoConfig.for_model(kind, **{key: value})
         config.save_pretrained(tmp_path)
-        with pytest.raises(ConfigError, match=rf"model.config.{key}: expected attention to"):
+        told = rf"model.config.{key}: expected attention to .* Set it to {value is False}, in"
+        with pytest.raises(ConfigError, match=told):
             config_from_folder(ModelConfig(name_or_path=str(tmp_path)))
     with pytest.raises(ConfigError, match="got 'xlnet', for which transformers has none"):
         config_from_settings({"model_type": "xlnet"})

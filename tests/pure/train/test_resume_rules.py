@@ -230,6 +230,16 @@ def test_weights_that_would_fit_another_model_or_tokenizer_are_not_taken(tmp_pat
     check_model(Resume(tmp_path, required=True), found, same, more)
 
 
+def test_a_key_of_the_model_that_only_the_new_run_sets_is_named(tmp_path, caplog):
+    before = ["model.config.model_type=llama"]
+    checkpoint(tmp_path / "step-00000003", **{"config.yaml": load_config(None, before).to_yaml()})
+    with caplog.at_level(logging.INFO):
+        now = load_config(None, [*before, "model.config.rope_theta=5"])
+        check_settings(now, tmp_path, Resume(tmp_path))
+    told = "the new run differs from that of the checkpoint: model.config.rope_theta None -> 5"
+    assert caplog.messages == [told]
+
+
 def test_settings_that_give_the_same_weights_another_meaning_are_named(tmp_path, caplog):
     before = ["lora.r=2", "lora.lora_alpha=8", "freeze=[lm_head.*]", "model.name_or_path=a"]
     checkpoint(tmp_path / "step-00000003", **{"config.yaml": load_config(None, before).to_yaml()})
