@@ -71,6 +71,31 @@ def test_a_write_inside_a_backward_that_would_read_it_is_refused(setting):
         loss.backward()
 
 
+@pytest.mark.parametrize("setting", ["c10d", "no_shard"])
+@on_ranks(2)
+def test_a_hook_of_a_backward_reads_no_gradient_of_one_rank(setting):
+    model: Any = sharded(setting)
+    x = batch(dist.get_rank())
+    modules = [model.head, model.layers[1].linear]  # gradients wait, or move at once
+    for module in modules:
+        seen: list[Any] = []
+        read = partial(lambda seen, module, *_: seen.append(module.weight.grad), seen, module)
+        hook = module.register_full_backward_pre_hook(read)
+        square(model, x).backward()
+        torch.autograd.grad(square(model, inputs := x.clone().requires_grad_()), inputs)
+        assert seen[0] is None
+        assert seen[1] is module.weight.grad
+        with pytest.raises(EngineError, match=r"weight.grad inside a backward: expected"):
+            square(model, x).backward()  # adds to an earlier gradient
+        hook.remove()
+        model.zero_grad()
+        hook = module.register_full_backward_hook(read)
+        with pytest.raises(EngineError, match=r"weight.grad inside a backward: expected"):
+            square(model, x).backward()
+        hook.remove()
+        model.zero_grad()
+
+
 class InThreads(Layer):
     """Autograd mixes the nodes of its layers, which have the same numbers."""
 

@@ -35,7 +35,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from fullshard.engine._torch_compat import GRAD, graph_task_id, is_compiling, no_guard, tree_leaves
+from fullshard.engine._torch_compat import GRAD, current_node, is_compiling, no_guard, tree_leaves
 from fullshard.engine.guard import Rule, rule_of
 from fullshard.errors import ShardedTensorError
 from fullshard.planner.layout import FlatLayout, Slice
@@ -61,11 +61,14 @@ class Computed(nn.Parameter):
         return None if member is None else member.param
 
     def _read_grad(self) -> Any:
-        shard = self.shard()
-        # In a backward, hooks of tensor parallelism sum the gradient that autograd stored.
-        if shard is None or is_compiling() or graph_task_id() != -1:
-            return GRAD.__get__(self)
-        return shard.grad
+        member = getattr(self, "member", lambda: None)()
+        stored = GRAD.__get__(self)
+        # A hook of tensor parallelism on this weight sums the gradient that autograd stored.
+        if member is None or is_compiling() or current_node() is (member.node or self):
+            return stored
+        with no_guard():
+            has_none = stored is None and not member.touched and member.param.grad is None
+        return None if has_none else member.param.grad  # an error in a backward that changes it
 
     def _write_grad(self, value: Any) -> None:
         shard = self.shard()
