@@ -208,8 +208,8 @@ class _Watch:
         kind = type(optimizer)
         settings = settings_in(group)
         numbers = {k: v for k, v in settings.items() if k not in ("lr", "initial_lr")}
-        dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
-        key = (kind, like.device.type, dtype, *((k, _structure(v)) for k, v in numbers.items()))
+        dtype, kinds = like.dtype, ((k, _structure(v)) for k, v in numbers.items())
+        key = (kind, like.device.type, dtype, *kinds)
         if key not in self._passed and not _steps_others(optimizer):
             rate = {"lr": PROBE_RATE} if settings.get("lr") is not None else {}
             like = torch.empty(0, dtype=dtype, device=like.device)
