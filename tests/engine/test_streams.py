@@ -1,4 +1,4 @@
-"""Every wait between streams is there, and each is needed: played on a CPU, with vector clocks."""
+"""Streams are simulated on a CPU: no race remains, and each wait is needed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class Chain(nn.Module):
-    """Equal blocks; `left_out` is one that a forward does without."""
+    """Equal blocks; a forward skips the block `left_out`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Twice(Chain):
 
 
 class Tower(nn.Module):
-    """A table that is also the head, a frozen block, and a loss that leaves a block by its side."""
+    """An embedding tied to the head, a frozen block, and a loss on an attribute of each block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Tower(nn.Module):
 
 @dataclass(frozen=True)
 class Trial:
-    """A model that is trained on the played device.
+    """A model that is trained on the simulated device.
 
     Attributes:
         settings: Keyword arguments of fs.shard.
@@ -116,7 +116,7 @@ class Trial:
         return " ".join([self.build.__name__, *told, self.stream, self.sync, "again" * self.again])
 
     def run(self) -> Played:
-        """Two steps, and what else is to be done."""
+        """Trains two steps, then calls `do`."""
         torch.manual_seed(0)
         with Played().device() as played:
             model = self.build()
@@ -228,7 +228,7 @@ def test_nvtx_ranges_end_where_backward_raises():
     assert played.num_open == 0
 
 
-# ---- what else a model does
+# ---- other uses of a model
 
 
 def on_other_streams(trial, model, played):
@@ -424,7 +424,7 @@ def updates_on_other_streams(trial, model, played):
         played.join(played.now, SIDE)
 
 
-# Gradients on disk are copied while the host waits; on a CPU they take another way.
+# Without gradients on disk: they are copied while the host waits, and on a CPU otherwise.
 ON_DISK = {"parameters": "nvme", "gradients": "cpu", "optimizer": "nvme"}
 OTHERS = [
     Trial(FULL, do=on_other_streams),
@@ -451,9 +451,9 @@ def test_nothing_is_touched_too_early_either_where_a_model(trial):
     assert not trial.run().races
 
 
-# ---- and each wait is needed
+# ---- each wait is needed
 
-# Waits for messages and disks of CPU ranks, and methods that have the name of a wait.
+# Waits of CPU ranks for messages and disks, and methods with the name of a wait.
 NO_WAITS = ("Works(works, own).wait", "norms.keep", "owned.join")
 WAITS = [
     mutant
@@ -466,7 +466,7 @@ WAITS = [
     if not any(other in mutant.text for other in NO_WAITS)
     and not mutant.function.startswith("DirectTransport")
 ]
-FIRST = ("leaves_out_a_block", "differentiates_inside_backward")  # most waits that are left out
+FIRST = ("leaves_out_a_block", "differentiates_inside_backward")  # catch most removed waits
 SHORT = sorted(
     [
         Trial(FULL),
@@ -481,7 +481,7 @@ SHORT = sorted(
 
 
 def test_one_file_calls_streams_and_events():
-    """What others called would be played by nobody. Unlocking pages waits for the device."""
+    """Calls elsewhere would not be simulated. Unlocking pages waits for the device."""
     calls = re.compile(
         r"cuda\.(Stream|Event|stream|current_stream|synchronize)\b|_stream\(|_event\("
     )
