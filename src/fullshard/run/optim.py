@@ -50,8 +50,9 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.O
     betas, eps = (training.adam_beta1, training.adam_beta2), training.adam_epsilon
     adamw = partial(torch.optim.AdamW, lr=rate, betas=betas, eps=eps, fused=True)
     match training.optim:
-        case Optimizer.SGD:
-            return torch.optim.SGD(groups, lr=rate, fused=True)
+        case Optimizer.SGD:  # torch's fused one leaves out updates of 16-bit parameters on CPUs
+            is_wide = all(p.dtype.itemsize > 2 for group in groups for p in group["params"])
+            return torch.optim.SGD(groups, lr=rate, fused=is_wide)
         case Optimizer.ADAMW_TORCH | Optimizer.ADAMW_TORCH_FUSED:
             return adamw(groups)
         case Optimizer.MUON:
