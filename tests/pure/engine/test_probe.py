@@ -110,7 +110,7 @@ def test_rounding_in_16_bits_passes_and_torchs_fused_sgd_does_not(dtype):
         optimizer = make(a_parameter(), lr=0.1)
         probe(type(optimizer), settings_of(optimizer), LIKE.to(dtype))
     fused = optim.SGD(a_parameter(), lr=0.1, fused=True)
-    with pytest.raises(NotElementwiseError, match="differ. Leave out fused=True, or use an"):
+    with pytest.raises(NotElementwiseError, match=r"differ\. Leave out fused=True, or use an"):
         probe(optim.SGD, settings_of(fused), LIKE.to(dtype))
 
 
