@@ -23,6 +23,7 @@ MAX_FUNCTION_LINES = 60
 MAX_METHODS = 25
 CHECKED = ("src", "tests", "tools", "benchmarks", "examples", "docs")
 EXEMPT = ("src/fullshard/compat/",)
+TORCHS_NAMES = ("src/fullshard/compat/fsdp1/", "src/fullshard/compat/fsdp2/")
 # Most lines of code of a package, and of all together. The goal is 30,000: lower a number when code
 # is removed; if you raise one, add to docs/log.md what the lines bought. " + " joins packages that
 # share a budget.
@@ -185,8 +186,8 @@ def main(root: Path) -> int:
             totals[package_of(path)] += code_lines(source)
             if not path.startswith(EXEMPT):
                 found.extend(check_source(source, path))
-                if folder == "src":
-                    inside[path] = source
+            if folder == "src" and not path.startswith(TORCHS_NAMES):
+                inside[path] = source
     print_totals(totals)
     for finding in (found := found + check_names(inside) + check_budgets(totals)):
         print(finding)

@@ -122,7 +122,6 @@ def step_on_wire(kind, settings, compute):
     return [now - before for now, before in zip(after, found, strict=True)]
 
 
-@pytest.mark.short(2)
 @pytest.mark.parametrize("what", MESHES)
 def test_collectives_hide_behind_compute_and_waits_for_them_are_measured(what):
     settings, share = MESHES[what]

@@ -85,7 +85,7 @@ class FollowingRows(DTensor):
     The first read after a change gathers all rows of the model: a collective.
     """
 
-    follows: Source | None = None  # None: a copy of torch's stager
+    follows: FollowedShard | None = None  # None: a copy of torch's stager
 
     @property
     def _local_tensor(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -147,8 +147,8 @@ _LOCAL: Any = DTensor._local_tensor  # its slot
 LIST_FUNCTIONS = ("_foreach_", "_fused_", "_amp_")
 
 
-class Source:
-    """What rows follow.
+class FollowedShard:
+    """A shard that rows of a state dict follow.
 
     Attributes:
         shard: A weight, or a state of an optimizer.
@@ -244,7 +244,7 @@ class Source:
         _sync(self.norms, reads=True)
 
 
-_SOURCES: WeakSet[Source] = WeakSet()
+_SOURCES: WeakSet[FollowedShard] = WeakSet()
 _BUSY: list[int] = []  # while rows are loaded
 _LOADED = (
     "load_state_dict() of a state dict that was written, since its tensors are copies here; it was "
@@ -327,7 +327,7 @@ def follow(engine: Engine, shard: Any, param: Any, value: DTensor) -> DTensor:
     known = engine.norms.rows
     one = known.get(id(shard))
     if one is None or (one.like.dtype, one.like.placements) != (value.dtype, value.placements):
-        one = known[id(shard)] = Source(shard, param, engine, value)
+        one = known[id(shard)] = FollowedShard(shard, param, engine, value)
     one.take(value)
     return one.rows()
 

@@ -204,8 +204,7 @@ class _Watch:
             yield from optimizer.state.items()
 
     def _probe_once(self, optimizer: Optimizer, group: dict[str, Any], like: torch.Tensor) -> None:
-        kind = type(optimizer)
-        settings = settings_in(group)
+        kind, settings = type(optimizer), settings_in(group)
         numbers = {k: v for k, v in settings.items() if k not in ("lr", "initial_lr")}
         dtype, kinds = like.dtype, ((k, _structure(v)) for k, v in numbers.items())
         key = (kind, like.device.type, dtype, *kinds)

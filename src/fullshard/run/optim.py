@@ -45,8 +45,7 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.O
         model: The model, sharded or not.
         training: Kind of the optimizer and its numbers, as in TrainingArguments.
     """
-    groups = parameter_groups(model, training.weight_decay)
-    rate = training.learning_rate
+    groups, rate = parameter_groups(model, training.weight_decay), training.learning_rate
     betas, eps = (training.adam_beta1, training.adam_beta2), training.adam_epsilon
     adamw = partial(torch.optim.AdamW, lr=rate, betas=betas, eps=eps, fused=True)
     match training.optim:
