@@ -45,7 +45,7 @@ import torch
 
 from fullshard.engine._torch_compat import foreach_norm, graph_task_id, no_guard
 from fullshard.engine.disk import Disk
-from fullshard.engine.record import before_read
+from fullshard.engine.record import ShardRecord, before_read
 from fullshard.errors import EngineError
 from fullshard.planner.layout import clean_name
 from fullshard.planner.mesh import Mesh
@@ -53,7 +53,6 @@ from fullshard.transport import streams
 from fullshard.transport.base import Axes, Transport
 
 if TYPE_CHECKING:
-    from fullshard.engine.record import ShardRecord
     from fullshard.engine.unit import Unit
 
 
