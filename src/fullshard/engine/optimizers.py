@@ -386,8 +386,8 @@ def _refuse_unsharded(optimizer: Optimizer, params: Sequence[Any]) -> None:
             )
         if record is not None and not isinstance(param, Guarded):
             raise EngineError(
-                f"{type(optimizer).__name__}.step inside fs.unsharded: expected shards; got "
-                f"{record.piece.name!r} whole, but states of its shard. Step outside of the block."
+                f"{type(optimizer).__name__}.step inside fs.unsharded: expected shards; got the "
+                f"whole {record.piece.name!r}, with states of its shard. Step outside of the block."
             )
 
 
@@ -541,7 +541,8 @@ def check_by_itself(
         except Exception as error:
             raise EngineError(
                 "fs.owned: expected an optimizer that can be tried on small matrices of "
-                f"{like.dtype}; it raised {type(error).__name__}: {error}."
+                f"{like.dtype}; it raised {type(error).__name__}: {error}. Use it under no_shard, "
+                "without fs.owned."
             ) from error
         close = partial(torch.allclose, rtol=1e-6, atol=1e-10)
         if not all(map(close, together, [*first, *second])):
