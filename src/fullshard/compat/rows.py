@@ -154,7 +154,7 @@ class FollowedShard:
         shard: A weight, or a state of an optimizer.
         param: The weight of which it is a state, or itself.
         like: The rows in torch's class. All rows of the shard share their memory.
-        seen: What changes with the shard, and the memory's version, when both were last equal.
+        seen: State of the shard, and version of the memory, when both were last equal.
         thread: The thread that last used the model.
     """
 
@@ -170,7 +170,7 @@ class FollowedShard:
 
     @property
     def norms(self) -> Any:
-        """Those of its model: what its ranks compare goes through them."""
+        """The norms of its model, by which ranks compare values."""
         return self.param.record.norms
 
     def _now(self) -> Any:

@@ -295,7 +295,7 @@ class OptimizerPart:
                 self.weights.append((param, weight * hash((one.index, 1))))
 
     def hashes(self, settings: dict[str, Any], states: Any) -> dict[str, int]:
-        """What is added to the counts of ranks at each step."""
+        """Returns the numbers that are added to the compared counts at each step."""
         own, both = hash_of(settings), 0
         if self._whole is not None:
             state = states.get(self._whole, {})  # a tensor of (1,) may be a state of one element
