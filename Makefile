@@ -1,4 +1,4 @@
-# What a contributor types. `make train` and `make test` work in a fresh clone: they make .venv first.
+# Commands for contributors. `make train` and `make test` work in a fresh clone; they create .venv first.
 #
 #   make setup CONSTRAINTS=     without the exact pins (the newest torch that your index has)
 #   make train ARGS="..."       arguments for `fullshard train`; ARGS works for test, bench and gpu too
@@ -11,32 +11,32 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
 ARGS ?=
-# Test files run at once: many wait for processes to start or for time-outs.
+# Number of test files that run at the same time.
 WORKERS ?= 2
-# The version that `make test-torch` tries.
+# Version of torch for `make test-torch`.
 TORCH ?=
 # The engine of `make train`: torch, or jax.
 BACKEND ?= torch
 TORCH_VENV = .venv-torch-$(TORCH)
-# The Python of `make gpu`: one whose torch sees the GPU.
+# Python for `make gpu`, whose torch has CUDA.
 GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
 # The Python version and the folder of `make gpu-wheels`.
 GPU_PYTHON_VERSION ?= 3.12
 WHEELS ?= build/wheels
-# Where `make gpu` runs: cuda, or cpu to see that its steps can run.
+# Device of `make gpu`: cuda, or cpu to test the steps themselves.
 DEVICE ?= cuda
 
-# The first Python >= 3.11 that can make a virtual environment; 3.11 first, because the pins were
-# resolved on it. Looked for only where a virtual environment must be made.
+# Candidates for the Python of .venv, of which the first usable one is taken; 3.11 is first, because
+# the pins were resolved on it.
 CANDIDATES := python3.11 python3 python3.12 python3.13 python3.14
 USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	$(if $(strip $(CONSTRAINTS)),--constraint $(CONSTRAINTS))
 PYTEST = $(BIN)/python -m pytest
-# A file's tests stay together: many share runs that take seconds. tests/conftest.py orders files.
+# A file's tests run in one process, because many share fixtures. tests/conftest.py orders files.
 PYTEST_PARALLEL = $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 RUFF_PATHS = $(wildcard src tests tools benchmarks examples docs)
-# Not the tests: they misspell on purpose.
+# Without the tests, which contain misspellings on purpose.
 SPELLED = $(wildcard src tools benchmarks examples docs *.md) Makefile
 
 .PHONY: help setup train test test-long test-all test-tutorials test-peers test-slow test-torch test-wheel lint format bench bench-calibrate bench-comm bench-compile bench-copies bench-corpus bench-disk-step bench-exact bench-gpu bench-head-loss bench-host bench-io bench-jax bench-limits bench-memory bench-mesh bench-nvme bench-scale bench-start bench-overlap bench-planner bench-time chaos distill-study long-parity gpu gpu-wheels docs screenshots clean
@@ -86,7 +86,7 @@ help:
 	@echo "make screenshots      update images of plan and run pages in the docs (RUN=runs/train)"
 	@echo "make clean            remove build artefacts and caches, not $(VENV) and runs"
 
-# ---- environments: a stamp each, so that the second time costs nothing ----------------------------
+# ---- environments: a stamp file each, so that they are made once ------------------------------------
 
 $(BIN)/python:
 	@for candidate in $(CANDIDATES); do \
@@ -119,7 +119,7 @@ $(VENV)/.stamp-docs: pyproject.toml $(wildcard constraints.txt) | $(BIN)/python
 	@$(PIP_INSTALL) --editable '.[docs]'
 	@touch $@
 
-# The other pins hold for another torch too.
+# Another torch is tested with the other pins.
 $(VENV)/.stamp-torch: pyproject.toml $(wildcard constraints.txt) | $(BIN)/python
 	@echo "installing torch $(TORCH) and what tests need into $(VENV)"
 	@grep -v '^torch==' constraints.txt > $(CONSTRAINTS)
@@ -128,7 +128,7 @@ $(VENV)/.stamp-torch: pyproject.toml $(wildcard constraints.txt) | $(BIN)/python
 
 setup: $(VENV)/.stamp-setup
 
-# ---- what one runs ---------------------------------------------------------------------------------
+# ---- commands -----------------------------------------------------------------------------------------
 
 train: $(VENV)/.stamp-$(if $(filter jax,$(BACKEND)),jax,train)
 	@$(BIN)/fullshard train $(ARGS) $(if $(filter torch,$(BACKEND)),,backend=$(BACKEND))
@@ -143,18 +143,18 @@ test-long: $(VENV)/.stamp-setup
 test-all: $(VENV)/.stamp-setup
 	$(PYTEST_PARALLEL) --hypothesis-profile long -m "not slow and not gpu and not peers" $(ARGS)
 
-# examples/ as their first lines say, to the end: two ranks each
+# Runs each file of examples/ on two ranks, as its first lines say.
 test-tutorials: $(VENV)/.stamp-setup
 	$(PYTEST) -m "not gpu" --timeout 600 tests/train/test_examples.py $(ARGS)
 
 test-slow: $(VENV)/.stamp-setup
 	$(PYTEST) -m "slow and not gpu and not peers" --timeout 1200 $(ARGS)
 
-# Tests that fetch other libraries from the package index, or skip where they cannot.
+# Tests that install other libraries from the package index; they are skipped if that fails.
 test-peers: $(VENV)/.stamp-setup
 	$(PYTEST) -m "peers and not gpu" --timeout 1200 -rs $(ARGS)
 
-# The wheel, installed into an environment of its own, trains there. No checkout is on the path.
+# Installs the wheel into a new environment and trains there, without the checkout.
 test-wheel: | $(BIN)/python
 	@rm -rf build/wheel
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
@@ -194,7 +194,7 @@ distill-study: $(VENV)/.stamp-setup
 long-parity: $(VENV)/.stamp-setup
 	$(BIN)/python -m benchmarks.long_parity $(ARGS)
 
-# Wheels of the core's dependencies, for a GPU machine without a package index; torch and numpy aside.
+# Wheels of the dependencies except torch and numpy, for a GPU machine without a package index.
 gpu-wheels: | $(BIN)/python
 	@rm -rf $(WHEELS)
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --dest $(WHEELS) \
@@ -202,7 +202,7 @@ gpu-wheels: | $(BIN)/python
 		--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
 		Jinja2 omegaconf psutil pydantic PyYAML rich safetensors typer xxhash
 
-# Installs the wheels into build/gpu-packages first, where they were brought and are needed.
+# First installs the wheels, if they are present and needed, into build/gpu-packages.
 gpu:
 	@if [ -d $(WHEELS) ] && ! $(GPU_PYTHON) -c 'import pydantic, psutil, safetensors, xxhash' 2>/dev/null; then \
 		$(GPU_PYTHON) -m pip install --quiet --upgrade --no-index --find-links $(WHEELS) \
@@ -210,7 +210,7 @@ gpu:
 	PYTHONPATH=build/gpu-packages$${PYTHONPATH:+:$$PYTHONPATH} \
 		$(GPU_PYTHON) tests/gpu/run.py --device $(DEVICE) $(ARGS)
 
-# Every check runs even if an earlier one found something: one round shows all there is to mend.
+# All checks run, even if an earlier one fails.
 lint: $(VENV)/.stamp-setup
 	@failed=""; \
 	check() { echo "== $$1"; shift; "$$@" || failed="$$failed $$name"; }; \

@@ -198,7 +198,7 @@ class DelayTransport:
         self.inner.all_reduce(values, maximum=maximum)
 
     def _others_bytes(self, fulls: Sequence[torch.Tensor]) -> int:
-        """What this rank receives of buffers of which every rank has, or gets, a part."""
+        """Returns the bytes of all parts but one: what this rank receives."""
         shard = self._mesh.shard
         return sum(full.nbytes for full in fulls) * (shard - 1) // shard
 

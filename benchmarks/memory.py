@@ -89,11 +89,11 @@ class MemoryCase:
 
     @property
     def num_ranks(self) -> int:
-        """Of the run."""
+        """Number of ranks of the run."""
         return 4 if self.strategy == HYBRID else 2
 
     def config(self) -> RunConfig:
-        """Of the run."""
+        """Configuration of the run."""
         return load_config(None, self.words()).config
 
     def words(self) -> list[str]:

@@ -14,7 +14,7 @@ MAX_POINTS = 600  # more are not visible at this width
 
 @dataclass(frozen=True)
 class Axes:
-    """What the axes of a drawing show.
+    """The axes of a drawing.
 
     Attributes:
         y_label: Label of the y axis.

@@ -41,7 +41,7 @@ class Entry(NamedTuple):
 
 
 class OnWire(NamedTuple):
-    """When a message was issued, was started (after those before it) and arrived."""
+    """Times at which a message was issued, started (after earlier ones) and arrived."""
 
     issued_ns: int
     start_ns: int

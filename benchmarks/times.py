@@ -79,7 +79,7 @@ class TimedCase:
         }
 
     def config(self) -> RunConfig:
-        """Of the run."""
+        """Configuration of the run."""
         words = self.words(WARM_UP + 1).items()
         return load_config(None, [f"{key}={value}" for key, value in words]).config
 
@@ -172,7 +172,7 @@ def measured(case: TimedCase, num_steps: int, folder: Path) -> list[float]:
 
 @dataclass(frozen=True)
 class Options:
-    """How to measure."""
+    """Settings of the measurement."""
 
     num_steps: int = 20
     wait: bool = False

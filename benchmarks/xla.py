@@ -92,7 +92,7 @@ class Shape:
     seq: int
 
     def config(self) -> dict[str, Any]:
-        """Of Hugging Face, for the decoder."""
+        """Hugging Face configuration of the decoder."""
         return {
             "model_type": "llama",
             "hidden_size": self.width,
@@ -123,7 +123,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks measure."""
+    """The job of the ranks."""
 
     shape: Shape
     num_rounds: int = 11

@@ -1,13 +1,13 @@
-"""`make chaos`: kill ranks at random moments of training and saving, and see every run go on.
+"""`make chaos`: kills ranks at random moments of training and saving; every run must resume.
 
-    a run that nobody disturbs           losses of every step
-    the same, one rank or all killed     started again: it resumes by itself, with the same losses
-    ... and killed, and started again    until it has come to its end
+    an undisturbed run                   losses of every step
+    the same, one rank or all killed     started again: it resumes, with the same losses
+    ... killed and started again         until it ends
 
 A run is killed by SIGKILL at up to ten random moments between its first step and its last, or while
-a checkpoint is being written. What must hold each time: what it has logged until then has the bits
-of the undisturbed run; and in the end, that it ends well, with every loss, and that only complete
-checkpoints are left.
+a checkpoint is being written. After each kill, the losses that it has logged must be bit-identical
+to the undisturbed run's. At its end, it must have exit code 0, every loss, and only complete
+checkpoints.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 import psutil
 
 STEPS = 120
-KILLS = 10  # of one run, at most
+KILLS = 10  # most kills of one run
 SAVE_STEPS = 3
 CONFIG = """\
 model:
@@ -43,10 +43,11 @@ launch: {{num_processes: 2}}
 
 
 class Victim:
-    """One run in a folder of its own.
+    """A run in a separate folder.
 
     Args:
-        folder: For the configuration and the run.
+        folder: Folder of the configuration and the run.
+        text: The data.
     """
 
     def __init__(self, folder: Path, text: Path) -> None:
@@ -57,20 +58,20 @@ class Victim:
         )
 
     def start(self) -> subprocess.Popen[bytes]:
-        """The command, as people type it."""
+        """Starts `fullshard train`."""
         command = [sys.executable, "-m", "fullshard", "train", str(self.config)]
         log = self.config.with_name("log").open("ab")
         return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
     def losses(self) -> dict[int, float]:
-        """By step, from metrics.jsonl."""
+        """Returns the losses in metrics.jsonl, by step."""
         file = self.run / "metrics.jsonl"
         lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
         rows = [json.loads(line) for line in lines if line.endswith("\n")]
         return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
     def wait_for(self, moment: Moment, process: subprocess.Popen[bytes]) -> None:
-        """Return at the moment, or when the run has ended."""
+        """Waits for the moment, or for the end of the run."""
         while process.poll() is None:
             steps = self.losses()
             saving = any(self.run.glob("checkpoints/.step-*.saving-*"))
@@ -80,19 +81,19 @@ class Victim:
             time.sleep(0.002)
 
     def diverged(self, wanted: dict[int, float]) -> str:
-        """The first step whose loss is another than the undisturbed run's."""
+        """Names the first step whose loss differs from the undisturbed run's; "" if none does."""
         for step, loss in self.losses().items():
             if loss != wanted.get(step):
-                return f"loss of step {step}: {loss}, undisturbed {wanted.get(step)}"
+                return f"loss of step {step}: {loss}, expected {wanted.get(step)}"
         return ""
 
     def lost(self, wanted: dict[int, float]) -> str:
-        """Steps that were never logged."""
+        """Names the steps without a loss; "" if there are none."""
         steps = sorted(wanted.keys() - self.losses().keys())
         return f"no loss of steps {steps}" if steps else ""
 
     def wrong(self, wanted: dict[int, float]) -> str:
-        """What is not as it must be after a run that ended well."""
+        """Describes what is wrong after a run that ended with exit code 0; "" if nothing is."""
         if wrong := self.diverged(wanted) or self.lost(wanted):
             return wrong
         left = sorted(path.name for path in (self.run / "checkpoints").iterdir())
@@ -102,11 +103,11 @@ class Victim:
 
 
 class Moment:
-    """When a run is killed, and who.
+    """When to kill a run, and which of its processes.
 
     Args:
-        step: Not before this one.
-        dice: Random numbers.
+        step: Earliest step.
+        dice: Source of random numbers.
     """
 
     def __init__(self, step: int, dice: random.Random) -> None:
@@ -121,7 +122,7 @@ class Moment:
 
 
 def kill(process: subprocess.Popen[bytes], whom: str) -> bool:
-    """SIGKILL one rank, or the launcher and both; False where there was nobody left."""
+    """Kills one rank, or the launcher and both ranks; returns False if none was left."""
     try:
         ranks = psutil.Process(process.pid).children()
         ranks = sorted(ranks, key=lambda rank: rank.create_time())[-2:]
@@ -140,7 +141,7 @@ def kill(process: subprocess.Popen[bytes], whom: str) -> bool:
 def disturb(
     victim: Victim, wanted: dict[int, float], kills: int, dice: random.Random
 ) -> Iterator[str]:
-    """Kill a run so often, then let it end; tells of each time what is wrong then."""
+    """Kills a run `kills` times, then lets it end; yields what is wrong after each start."""
     for step in sorted(dice.sample(range(STEPS), kills)):
         process, moment = victim.start(), Moment(step, dice)
         victim.wait_for(moment, process)
@@ -148,16 +149,19 @@ def disturb(
         process.wait(timeout=120)
         wrong = victim.diverged(wanted)
         said = str(moment) if met else f"ended before {moment}"
-        print(f"  {said}: {wrong or f'{len(victim.losses())} steps, as undisturbed'}", flush=True)
+        print(
+            f"  {said}: {wrong or f'{len(victim.losses())} steps with the expected losses'}",
+            flush=True,
+        )
         yield wrong
     code = victim.start().wait(timeout=300)
     wrong = f"exit code {code}" if code else victim.wrong(wanted)
-    print(f"started once more: {wrong or 'the end, as undisturbed'}", flush=True)
+    print(f"started again: {wrong or 'ended with the expected losses'}", flush=True)
     yield wrong
 
 
 def main() -> None:
-    """Parses the command line, disturbs runs, ends with 1 if any went wrong."""
+    """Kills the runs that the command line asks for; exits with 1 if any was wrong."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--times", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)

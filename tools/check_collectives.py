@@ -1,10 +1,10 @@
-"""Checks that only the few places allowed to talk between ranks do so.
+"""Checks that collectives are called only in the places listed in ALLOWED.
 
-Ranks agree on the order of their collectives because that order comes from the plan, and the
-plan's runner calls `fullshard.transport`. A collective called anywhere else is one that
-no plan knows. Looked for, through any import alias:
+All ranks call collectives in one order, because the plan fixes it and only the engine calls
+`fullshard.transport`. A collective that is called elsewhere is in no plan. The script finds, under
+any import alias:
 
-    torch.distributed.all_reduce(...)          functions of torch.distributed and their relatives
+    torch.distributed.all_reduce(...)          functions of torch.distributed and its submodules
     group.allreduce(...)                       methods of process groups
 """
 
@@ -14,10 +14,10 @@ import ast
 import sys
 from pathlib import Path
 
-# Who may, and why.
+# Places that may call collectives, and why.
 ALLOWED = {
     "src/fullshard/transport/": "the one package that moves bytes between ranks",
-    "src/fullshard/launch/rendezvous.py": "makes and ends the process group",
+    "src/fullshard/launch/rendezvous.py": "creates and destroys the process group",
     "src/fullshard/bench/": "runs the peers (FSDP2, FSDP1, DDP) and compares ranks' figures",
 }
 MODULES = (
@@ -25,7 +25,7 @@ MODULES = (
     "torch.distributed._functional_collectives",
     "torch.distributed.nn.functional",
     "torch.distributed",
-    "fullshard.transport._torch_compat",  # passes renamed ones on
+    "fullshard.transport._torch_compat",  # defines renamed ones
 )
 FUNCTIONS = {
     "_all_gather_base",
@@ -77,7 +77,7 @@ METHODS = {
 
 
 def imported_names(tree: ast.AST) -> dict[str, str]:
-    """Local name -> full dotted name, for every import anywhere in the file."""
+    """Returns the full dotted name of each local name that the file imports."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -107,7 +107,7 @@ def is_collective(full_name: str) -> bool:
 
 
 def check_source(source: str, path: str) -> list[str]:
-    """Every mention of a collective in one file, called or passed on."""
+    """Returns a line for each collective that a file calls or passes as an argument."""
     tree = ast.parse(source)
     names = imported_names(tree)
     found: dict[int, str] = {}
@@ -127,7 +127,7 @@ def check_source(source: str, path: str) -> list[str]:
 
 
 def main(root: Path) -> int:
-    """Checks the package; 1 where somebody else talks between ranks."""
+    """Checks the package; returns 1 if another place calls a collective."""
     found: list[str] = []
     num_files = 0
     for file in sorted((root / "src").rglob("*.py")):
@@ -135,7 +135,7 @@ def main(root: Path) -> int:
         if not path.startswith(tuple(ALLOWED)):
             num_files += 1
             found.extend(check_source(file.read_text(encoding="utf-8"), path))
-    print(f"  {num_files} files looked at, {len(found)} collective calls where none belongs")
+    print(f"  {num_files} files checked, {len(found)} collective calls in other places")
     for line in found:
         print(line)
     return 1 if found else 0

@@ -1,4 +1,4 @@
-"""Checks that what the documentation names in the code is there.
+"""Checks that files and names of the code that the documentation mentions exist.
 
     `engine/unit.py`                    a file below src/fullshard/ or the repository
     `Unit.gather` in `engine/unit.py`   the file defines the name; `a` and `b` in ... checks both
@@ -6,7 +6,7 @@
                                         also `kept` in the first column of a table
 
 Paths are checked in all pages and in the docstrings and comments of the package. Pages that report
-the past (the log, decisions, the changelog) name what was there then and are left out.
+the past (the log, decisions, the changelog) are not checked.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NOT_OURS = re.compile(r"^(?:models?|runs?|path|my|your|utils|torch|transformers
 
 @dataclass
 class Names:
-    """What the modules of a package define.
+    """Names that the modules of a package define.
 
     Args:
         root: Folder of the package.
@@ -50,19 +50,19 @@ class Names:
     _of_file: dict[Path, set[str]] = field(default_factory=dict[Path, set[str]])
 
     def of(self, file: Path) -> set[str]:
-        """Functions, classes, constants, and members as `Class.member` and alone."""
+        """Returns the names that a file defines: functions, classes, constants, members."""
         if file not in self._of_file:
             self._of_file[file] = defined_in(file.read_text(encoding="utf-8"))
         return self._of_file[file]
 
     @cached_property
     def all(self) -> set[str]:
-        """Those of every module."""
+        """Names that all modules define."""
         return set[str]().union(*(self.of(file) for file in self.root.rglob("*.py")))
 
 
 def defined_in(source: str) -> set[str]:
-    """Names that a module defines: `f`, `Class`, `Class.member` (methods, fields, `self.x`)."""
+    """Returns what a module defines: `f`, `Class`, `Class.member` (methods, fields, `self.x`)."""
     tree = ast.parse(source)
     found: set[str] = set()
     for node in ast.walk(tree):
@@ -87,7 +87,7 @@ def _members(of: ast.ClassDef) -> set[str]:
 
 
 def _assigned(node: ast.Assign | ast.AnnAssign) -> set[str]:
-    """Names and attributes on the left side."""
+    """Returns the names and attributes on the left side of an assignment."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
     parts = [part for target in targets for part in ast.walk(target)]
     names = {part.id for part in parts if isinstance(part, ast.Name)}
@@ -95,14 +95,14 @@ def _assigned(node: ast.Assign | ast.AnnAssign) -> set[str]:
 
 
 def expanded(path: str) -> list[str]:
-    """`a/{b,c}.py` is `a/b.py` and `a/c.py`."""
+    """Returns the paths that a pattern stands for: `a/{b,c}.py` is `a/b.py` and `a/c.py`."""
     parts = re.split(r"\{([^}]*)\}", path)
     choices = [part.split(",") if at % 2 else [part] for at, part in enumerate(parts)]
     return ["".join(chosen) for chosen in product(*choices)]
 
 
 def file_of(path: str, root: Path, beside: Path) -> Path | None:
-    """The file that a path means, from the package, the repository or the folder of the page."""
+    """Returns the file of a path relative to the package, the repository or the page."""
     for folder in (root / PACKAGE, root, beside):
         if (folder / path).is_file():
             return folder / path
@@ -114,7 +114,7 @@ def _line(text: str, place: int) -> int:
 
 
 def check_page(page: Path, root: Path, names: Names) -> list[str]:
-    """What a page or a module names and is not there."""
+    """Returns a line for each file or name that a page or module mentions and that is missing."""
     text = page.read_text(encoding="utf-8")
     found = []
     if page.suffix == ".md":
@@ -126,7 +126,7 @@ def check_page(page: Path, root: Path, names: Names) -> list[str]:
     if page == root / ARCHITECTURE:
         known = names.all | {name.rpartition(".")[2] for name in names.all} | FOREIGN
         found += [
-            (match.start(), f"expected {match[1]} in the package; it is not there")
+            (match.start(), f"expected {match[1]} in the package; it is missing")
             for match in (*_NAMED.finditer(text), *_ROW.finditer(text))
             if match[1].removesuffix("()") not in known
         ]
@@ -146,11 +146,11 @@ def _wrong_places(text: str, page: Path, root: Path, names: Names) -> Iterator[t
         file = file_of(match[match.lastindex or 0], root, page.parent)
         for name in re.findall(_NAME, match[0].rpartition(" in ")[0]):
             if file is not None and name not in names.of(file):
-                yield match.start(), f"expected {name} in {file.name}; it is not there"
+                yield match.start(), f"expected {name} in {file.name}; it is missing"
 
 
 def main(root: Path) -> int:
-    """Checks pages and modules; 1 where something is named that is not there."""
+    """Checks pages and modules; returns 1 if a file or name is missing."""
     pages = [page for pattern in PAGES for page in sorted(root.glob(pattern))]
     pages = [page for page in pages if page.relative_to(root).as_posix() not in THE_PAST]
     modules = sorted((root / PACKAGE).rglob("*.py"))

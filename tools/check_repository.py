@@ -2,7 +2,7 @@
 
 files          text, at most 1 MB, no path of a machine, no host of a package registry;
                Python in ASCII; the name of a test has at least four words
-links          a page's relative link or image leads to a file
+links          each relative link or image of a page is a file
 dependencies   what `src/` imports is declared, what is declared is imported and pinned exactly
 make targets   the help lists exactly the phony targets
 README         its tables show the committed results
@@ -30,20 +30,20 @@ FORBIDDEN = {
 }
 TEST = re.compile(r"\s*(?:async )?def (test_\w+)")
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
-# Import name -> the requirement that brings it, where they differ.
+# Requirement that installs a module of another name.
 DISTRIBUTIONS = {
     "huggingface_hub": "transformers",
     "markupsafe": "jinja2",
     "pydantic_core": "pydantic",
     "yaml": "pyyaml",
 }
-# Rivals: imported where they are installed, never required.
+# Peers in benchmarks: imported if they are installed, never required.
 OPTIONAL = {"deepspeed", "megatron_fsdp"}
 EXTRAS = ("hf", "data", "jax", "lightning", "lora", "stores", "trainer")
 
 
 def check_file(path: str, content: bytes) -> Iterator[str]:
-    """What is wrong in one file."""
+    """Yields what is wrong in one file."""
     if len(content) > MAX_BYTES:
         yield f"{path}:1: expected at most {MAX_BYTES:,} bytes, got {len(content):,}"
     if b"\0" in content:
@@ -62,7 +62,7 @@ def check_file(path: str, content: bytes) -> Iterator[str]:
 
 
 def check_links(path: str, text: str, root: Path) -> Iterator[str]:
-    """Links of a page to files that do not exist."""
+    """Yields the links of a page to files that do not exist."""
     folder = (root / path).parent
     for number, line in enumerate(text.splitlines(), 1):
         for link in LINK.findall(line):
@@ -75,7 +75,7 @@ def _name(requirement: str) -> str:
 
 
 def imported(sources: Iterator[str]) -> set[str]:
-    """Requirements that bring what these modules import."""
+    """Returns the requirements that install what these modules import."""
     found: set[str] = set()
     for source in sources:
         for node in ast.walk(ast.parse(source)):
@@ -88,7 +88,7 @@ def imported(sources: Iterator[str]) -> set[str]:
 
 
 def check_dependencies(project: dict, used: set[str], constraints: str) -> Iterator[str]:
-    """Imports, declarations and pins that contradict each other."""
+    """Yields imports, declarations and pins that contradict each other."""
     extras = project["optional-dependencies"]
 
     def declared(groups: tuple[str, ...]) -> set[str]:
@@ -108,7 +108,7 @@ def check_dependencies(project: dict, used: set[str], constraints: str) -> Itera
 
 
 def check_targets(makefile: str) -> Iterator[str]:
-    """Phony targets that the help lacks, and the reverse."""
+    """Yields phony targets without a line of help, and lines of help without a target."""
     phony = re.search(r"^\.PHONY:(.*)$", makefile, re.M)
     targets = set(phony[1].split()) - {"help"} if phony else set()
     for name in sorted(targets ^ set(re.findall(r'^\t@echo "make ([a-z-]+)', makefile, re.M))):
@@ -116,7 +116,7 @@ def check_targets(makefile: str) -> Iterator[str]:
 
 
 def main(root: Path) -> int:
-    """Checks all files that git tracks; 1 where something is wrong."""
+    """Checks all files that git tracks; returns 1 if something is wrong."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, stdout=-1, check=True).stdout
     names = [name for name in listed.decode().split("\0") if name and (root / name).is_file()]
     texts = {name: (root / name).read_bytes() for name in names}

@@ -1,11 +1,11 @@
-"""Checks the size limits of the house and prints how much code there is.
+"""Checks the limits of size and prints the lines of code of each package.
 
-    a file       <= 700 lines, all of them counted
-    a function   <=  60 lines, its docstring and decorators aside
-    a class      <=  25 methods, and a name that no other class at the top of a file has
+    a file       <= 700 lines, blank lines and comments included
+    a function   <=  60 lines, without its docstring and decorators
+    a class      <=  25 methods, and a name that no other top-level class has
 
-The compat facades are exempt from the limits, since their shape is not ours; their code counts.
-"Code" in the totals means lines that hold code: no blank lines, no comments, no docstrings.
+The compat interfaces are exempt from the limits, because torch defines their shape; their lines
+count. Totals count lines of code: no blank lines, comments or docstrings.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ MAX_FUNCTION_LINES = 60
 MAX_METHODS = 25
 CHECKED = ("src", "tests", "tools", "benchmarks", "examples", "docs")
 EXEMPT = ("src/fullshard/compat/",)
-# Lines of code that a package, and all of them together, may have. The goal is 30,000: lower a
-# number when code goes, never raise one without a line in docs/log.md that says what it bought.
-# Packages that share a budget are joined by " + ".
+TORCHS_NAMES = ("src/fullshard/compat/fsdp1/", "src/fullshard/compat/fsdp2/")
+# Most lines of code of a package, and of all together. The goal is 30,000: lower a number when code
+# is removed; if you raise one, add to docs/log.md what the lines bought. " + " joins packages that
+# share a budget.
 BUDGETS = {
     "bench": 1_671,
     "config": 3_415,
@@ -54,7 +55,7 @@ _NO_CODE = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is too large, and where."""
+    """A broken limit, and its place."""
 
     path: str
     line: int
@@ -65,7 +66,7 @@ class Finding:
 
 
 def docstring_of(node: ast.AST) -> ast.Expr | None:
-    """The statement that is the docstring of a module, class or function."""
+    """Returns the docstring of a module, class or function, as a statement."""
     body = getattr(node, "body", None)
     if not isinstance(body, list) or not body:
         return None
@@ -75,12 +76,12 @@ def docstring_of(node: ast.AST) -> ast.Expr | None:
 
 
 def num_lines(node: ast.stmt) -> int:
-    """Lines from the first to the last one of a statement."""
+    """Counts the lines of a statement."""
     return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
 def code_lines(source: str) -> int:
-    """Lines that hold code: a string over five lines counts five, a docstring none."""
+    """Counts lines of code: a string of five lines counts five, a docstring none."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _NO_CODE:
@@ -93,7 +94,7 @@ def code_lines(source: str) -> int:
 
 
 def check_source(source: str, path: str) -> list[Finding]:
-    """What in one file is above the limits."""
+    """Returns what exceeds the limits in one file."""
     found = []
     total = len(source.splitlines())
     if total > MAX_FILE_LINES:
@@ -114,7 +115,7 @@ def check_source(source: str, path: str) -> list[Finding]:
 
 
 def package_of(path: str) -> str:
-    """The name under which a file's code is counted: a package of fullshard, or the top folder."""
+    """Returns where a file's code is counted: a package of fullshard, or a top-level folder."""
     parts = path.split("/")
     if parts[:2] == ["src", "fullshard"]:
         name = parts[2].removesuffix(".py")
@@ -124,7 +125,7 @@ def package_of(path: str) -> str:
 
 
 def print_totals(totals: dict[str, int]) -> None:
-    """Prints lines of code for each package, those of fullshard first, beside their budgets."""
+    """Prints the lines of code and the budget of each package, those of fullshard first."""
     outside = [name for name in CHECKED if name in totals]
     inside = sorted((name for name in totals if name not in outside), key=lambda n: -totals[n])
     rows = [(name, totals[name]) for name in inside]
@@ -136,7 +137,7 @@ def print_totals(totals: dict[str, int]) -> None:
 
 
 def sums(totals: dict[str, int]) -> dict[str, int]:
-    """Lines of code of everything that has a budget: packages, several together, all of them."""
+    """Returns the lines of code of each entry of BUDGETS."""
     inside = {name: lines for name, lines in totals.items() if name not in CHECKED}
     return {
         name: sum(inside.values())
@@ -147,7 +148,7 @@ def sums(totals: dict[str, int]) -> dict[str, int]:
 
 
 def check_budgets(totals: dict[str, int]) -> list[Finding]:
-    """Which packages have more code than their budget."""
+    """Returns the packages that exceed their budget."""
     return [
         Finding(
             "src/fullshard",
@@ -174,7 +175,7 @@ def check_names(sources: dict[str, str]) -> list[Finding]:
 
 
 def main(root: Path) -> int:
-    """Checks every Python file below the folders named in CHECKED; 1 where a limit is broken."""
+    """Checks the Python files in the folders CHECKED; returns 1 if a limit is broken."""
     totals: dict[str, int] = defaultdict(int)
     found: list[Finding] = []
     inside: dict[str, str] = {}
@@ -185,8 +186,8 @@ def main(root: Path) -> int:
             totals[package_of(path)] += code_lines(source)
             if not path.startswith(EXEMPT):
                 found.extend(check_source(source, path))
-                if folder == "src":
-                    inside[path] = source
+            if folder == "src" and not path.startswith(TORCHS_NAMES):
+                inside[path] = source
     print_totals(totals)
     for finding in (found := found + check_names(inside) + check_budgets(totals)):
         print(finding)

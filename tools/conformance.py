@@ -1,13 +1,13 @@
-"""Prints how the compat modules stand to PyTorch's public FSDP tests, by their functions' names.
+"""Prints which of PyTorch's public FSDP tests the compat modules pass, by test function.
 
-    passes     every case of PyTorch's function passes, its imports led here; a test of our own that
-               asks the same
-    refused    some case rests on what is refused by name: what
-    differs    some case asks what is other here by design, see docs/migrate: how
+    passes     every case passes with its imports replaced by ours; the column `where` names one of
+               our tests of the same behaviour
+    refused    some case needs a feature that raises an error; `where` names the feature
+    differs    some case expects behaviour that differs by design (docs/migrate); `where` says how
 
-Cases are those that PyTorch's own engine passes on gloo and the CPU (2.6.0's files, torch 2.13's
-engine, cuda read as cpu, threads of ranks as processes); what it does not pass there is not listed.
-The files are not part of this repository: the counts were measured beside it.
+Only cases that PyTorch's own engine passes over gloo on CPUs are listed (files of 2.6.0, engine of
+torch 2.13, `cuda` replaced by `cpu`, ranks as processes instead of threads). The test files are not
+part of this repository; the counts were measured outside of it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ STATUSES = ("passes", "refused", "differs")
 
 
 def read_list(path: Path = LIST) -> list[dict[str, str]]:
-    """The rows: file, function, cases, passed, status, where."""
+    """Returns the rows: file, function, cases, passed, status, where."""
     with path.open(newline="") as lines:
         return list(csv.DictReader(lines))
 
 
 def main() -> int:
-    """Print the list, the totals of each file, and those of all."""
+    """Prints the rows, the totals of each file, and the totals of all files."""
     rows = read_list()
     cases, passed = Counter[str](), Counter[str]()
     for row in rows:

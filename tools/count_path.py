@@ -1,8 +1,8 @@
-"""Counts the files and functions that one forward and backward of a sharded model pass through.
+"""Counts the files and functions that one forward and backward of a sharded model run through.
 
-    python tools/count_path.py        two ranks, ours beside FSDP2's; --list names ours
+    python tools/count_path.py        two ranks, fullshard and FSDP2; --list lists fullshard's
 
-A reader of the engine passes them all; the number is what docs/architecture.md gives.
+Whoever follows a step through the engine reads all of them. docs/architecture.md has the number.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import fullshard as fs
 OURS = str(Path(fs.__file__).parent)
 THEIRS = str(Path(torch.__file__).parent / "distributed" / "fsdp")
 WIDTH, NUM_LAYERS, NUM_RANKS = 64, 4, 2
-INNER = ("<genexpr>", "<listcomp>", "<lambda>")  # parts of a function, and not read apart
+INNER = ("<genexpr>", "<listcomp>", "<lambda>")  # parts of other functions
 
 
 class Layer(nn.Module):
@@ -38,17 +38,17 @@ class Layer(nn.Module):
         self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(tokens, WIDTH) as it comes in."""
+        """Maps (tokens, WIDTH) to the same shape."""
         return x + self.linear(self.norm(x))
 
 
 def model() -> nn.Sequential:
-    """Layers that are alike."""
+    """Builds a model of equal layers."""
     return nn.Sequential(*(Layer() for _ in range(NUM_LAYERS)))
 
 
 def by_fsdp2() -> nn.Module:
-    """The model, sharded by torch."""
+    """Shards the model with torch's FSDP2."""
     made = model()
     for layer in made:
         fully_shard(layer)
@@ -56,12 +56,12 @@ def by_fsdp2() -> nn.Module:
 
 
 def by_us(transport: str) -> Callable[[], nn.Module]:
-    """The model, sharded by fullshard, with slots of its own."""
+    """Returns a function that shards the model with fullshard."""
     return lambda: fs.shard(model(), wrap=("Layer",), transport=transport)
 
 
 def passed(make: Callable[[], nn.Module], root: str) -> dict[str, set[str]]:
-    """Functions by file below `root` that the third step's forward and backward call."""
+    """Returns the functions in `root` that the third step's forward and backward call, by file."""
     torch.manual_seed(0)
     sharded, found = make(), defaultdict[str, set[str]](set)
     x = torch.randn(8, WIDTH)
@@ -84,7 +84,7 @@ def passed(make: Callable[[], nn.Module], root: str) -> dict[str, set[str]]:
 
 
 def measure(rank: int, port: int, listed: bool) -> None:  # noqa: FBT001  a process's argument
-    """Prints a line an engine, on rank 0."""
+    """Prints one line per engine on rank 0."""
     store = dist.TCPStore("127.0.0.1", port, NUM_RANKS, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
     makes = {name: (by_us(name), OURS) for name in ("c10d", "shared")}

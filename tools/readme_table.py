@@ -1,4 +1,4 @@
-"""Write the README's benchmark table from committed results, so that no figure is typed by hand.
+"""Writes the README's benchmark table from committed results.
 
 Two marks in the README name the file of results; the text between them is replaced:
 
@@ -35,13 +35,13 @@ def _memory(row: dict[str, Any], peer: dict[str, Any]) -> str:
 
 
 def _listed(facts: dict[str, Any]) -> str:
-    """`cores 2, vector_flags avx2 avx512f`: a dictionary in one line."""
+    """Formats a dictionary in one line: `cores 2, vector flags avx2 avx512f`."""
     words = {name: " ".join(v) if isinstance(v, list) else v for name, v in facts.items()}
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in words.items())
 
 
 def to_table(results: dict[str, Any]) -> str:
-    """A Markdown table that compares fullshard with FSDP2; machine and versions follow."""
+    """Returns a Markdown table of fullshard and FSDP2, with machine and versions below it."""
     lines = [
         "| case | step time | relative to FSDP2 [95 %] | peak memory | relative to FSDP2 |",
         "|---|---|---|---|---|",
@@ -58,12 +58,12 @@ def to_table(results: dict[str, Any]) -> str:
     machine, versions = _listed(results["machine"]), _listed(results["versions"])
     lines += ["", f"`{results['command']}`; machine: {machine}; versions: {versions}."]
     if any(row["loaded"] for row in results["rows"]):
-        lines.append("Loaded: other processes used the machine meanwhile.")
+        lines.append("Loaded: other processes used the machine during the measurement.")
     return "\n".join(lines) + "\n"
 
 
 def filled(readme: str, root: Path) -> str:
-    """The README's text with every table replaced."""
+    """Returns the README's text with every table replaced."""
 
     def replace(place: re.Match[str]) -> str:
         file = root / place["path"]
@@ -76,7 +76,7 @@ def filled(readme: str, root: Path) -> str:
 
 
 def main(root: Path) -> None:
-    """Write the tables."""
+    """Updates README.md."""
     file = root / "README.md"
     file.write_text(filled(file.read_text(encoding="utf-8"), root), encoding="utf-8")
 

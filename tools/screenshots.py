@@ -1,9 +1,10 @@
-"""Pictures of the plan's and the report's page, for the docs: `make screenshots RUN=runs/train`.
+"""Draws the pages of a plan and of a run for the docs: `make screenshots RUN=runs/train`.
 
-The README's picture is the loss chart of that run, in the light scheme.
+The README's figure is the loss chart of that run, in the light scheme.
 
-Chromium prints each page onto one sheet of its size, in light and dark; pdftocairo (poppler-utils)
-makes the sheet an SVG, text as outlines, so that it looks the same everywhere.
+Chromium prints each page on one sheet of the page's size, in the light and the dark scheme.
+pdftocairo (poppler-utils) converts the sheet to an SVG whose text is outlines, so that it looks the
+same on every machine.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MEASURE = """<script>onload = () => {
 
 
 def main(run: Path) -> int:
-    """Draw both pages in both schemes."""
+    """Draws both pages in both schemes."""
     missing = [package for program, package in NEEDS.items() if shutil.which(program) is None]
     if missing:
         sys.exit(f"screenshots: expected {', '.join(NEEDS)}; apt-get install {' '.join(missing)}")
@@ -68,7 +69,7 @@ def main(run: Path) -> int:
 
 
 def chromium(page: str, folder: Path, *options: str) -> str:
-    """What the browser prints when it has opened a page."""
+    """Returns the browser's output for a page."""
     file = folder / "page.html"
     file.write_text(page, encoding="utf-8")
     command = [
@@ -83,14 +84,14 @@ def chromium(page: str, folder: Path, *options: str) -> str:
 
 
 def measured_height(page: str, folder: Path) -> int:
-    """Of a page of our width, in pixels."""
+    """Returns the height of a page of width WIDTH, in pixels."""
     size = f"--window-size={WIDTH},900"
     found = chromium(page.replace("</body>", f"{MEASURE}</body>"), folder, size, "--dump-dom")
     return int(found.partition("<pre>")[2].partition("<")[0])
 
 
 def drawn(page: str, scheme: str, height: int, folder: Path) -> str:
-    """A page as SVG."""
+    """Returns a page as SVG."""
     if scheme == "dark":
         page = page.replace(DARK, "@media all")
     sheet = f"@page {{ size: {WIDTH}px {height + 1}px; margin: 0; }}</style>"
@@ -108,7 +109,7 @@ def drawn(page: str, scheme: str, height: int, folder: Path) -> str:
 
 
 def compact(picture: str) -> str:
-    """The same with fewer digits, and styles that return as classes."""
+    """Returns a smaller SVG: fewer digits, and one class for equal styles."""
     picture = re.sub(r"\d+\.\d{2,}", _short, picture).replace("glyph", "g")
     counts = Counter(re.findall(r'style="([^"]+)"', picture))
     names = {style: f"s{at}" for at, (style, _) in enumerate(counts.most_common())}

@@ -1,4 +1,4 @@
-"""The checks of `make lint` find what they are for; `make lint` runs these tests too."""
+"""Tests of the checks of `make lint`, which runs them."""
 
 import json
 import textwrap
@@ -82,7 +82,7 @@ CODE = "LIMIT = 3\n\nclass Unit:\n    plan: int\n\n    def gather(self):\n      
 
 
 def _wrong_names(root, page, text):
-    """What the script finds in a page of a repository whose package has one module."""
+    """Returns what check_docs finds in a page of a repository with one module."""
     module = root / check_docs.PACKAGE / "engine" / "unit.py"
     module.parent.mkdir(parents=True)
     module.write_text(CODE)

@@ -1,4 +1,4 @@
-"""A step never waits for its device: what would on a GPU is found on a CPU, by its operations."""
+"""No operation of a step makes the host wait for a GPU; a CPU test finds those that would."""
 
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -19,14 +19,14 @@ from support.models import CHAIN
 from support.ranks import on_ranks
 
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "item", "is_nonzero"}
-READS = {"tolist", "numpy", "cpu", "__array__"}  # which are no operations on a CPU
+READS = {"tolist", "numpy", "cpu", "__array__"}  # no operations on a CPU
 
 
 class HostWaits(TorchDispatchMode):
-    """Notes what the host would wait for: values that it reads, and pageable copies of its own.
+    """Records operations for which the host would wait: reads of values, and pageable copies.
 
-    A tensor that `torch.tensor(numbers)` makes is the host's. It may meet others only after
-    `norms.from_host`, whose copy is pinned and not waited for.
+    A tensor that `torch.tensor(numbers)` makes is on the host. Only `norms.from_host`, whose copy
+    is pinned and not awaited, may bring it to the device.
     """
 
     def __init__(self):
@@ -55,7 +55,7 @@ class HostWaits(TorchDispatchMode):
 
 
 def host_reads(found):
-    """Context that notes what reads a tensor without an operation.
+    """Context that records reads of tensors without an operation.
 
     Methods are replaced, because function modes are off in what autograd calls.
     """
@@ -69,7 +69,7 @@ def host_reads(found):
 
 @contextmanager
 def watched(model):
-    """Sees the engine's own operations too, which run outside of a user's modes.
+    """Context that also sees the engine's operations, which run outside of the user's modes.
 
     To the engine, the CPU is a device with streams.
     """
@@ -123,7 +123,9 @@ SETTINGS = [
 @on_ranks(2)
 def test_no_step_waits_for_its_device(settings, clip):
     case = CHAIN
-    with patch.object(groups, "first_tag", lambda: 0):  # as of NCCL, which compares no messages
+    with patch.object(
+        groups, "first_tag", lambda: 0
+    ):  # as over NCCL, where ranks compare no messages
         model = fs.shard(case.build(), **settings)
     elementwise = partial(torch.optim.SGD, lr=1e-3, momentum=0.9, foreach=True)
     optimizer = elementwise(model.parameters())

@@ -309,16 +309,20 @@ def test_the_probe_is_where_the_parameters_are():
     assert set(seen) == {"meta"}
 
 
-def test_the_probe_has_the_precision_of_the_parameters():
-    class Single(optim.SGD):
+@pytest.mark.parametrize(("dtype", "tried"), [("fp32", {"fp32"}), ("bf16", {"fp32", "bf16"})])
+def test_the_probe_has_the_precision_of_the_parameters(dtype, tried):
+    seen, names = set(), {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+    class Noting(optim.SGD):
         def step(self, closure=None):
-            for group in self.param_groups:
-                assert {p.dtype for p in group["params"]} == {torch.float32}
+            params = [p for group in self.param_groups for p in group["params"]]
+            seen.update(names[p.dtype] for p in params if not hasattr(p, "full_tensor"))
             return super().step(closure)
 
-    model = fs.shard(chain().float(), transport="fake", shard=2, wrap=["Block"])
-    mean_square(model(vectors(0, 0)["x"].float())).backward()
-    Single(model.parameters(), lr=0.1).step()
+    model = fs.shard(chain().float(), transport="fake", shard=2, master_dtype=dtype)
+    mean_square(model(vectors(0, 0)["x"].to(model.blocks[0].up.weight.dtype))).backward()
+    Noting(model.parameters(), lr=0.1).step()
+    assert seen == tried
 
 
 class OneRateForAll(optim.SGD):

@@ -65,9 +65,9 @@ def step_time(*, moves, num_batches, **settings):
     return played.time - start, times.moved - moved
 
 
-@pytest.mark.short(1)
-@pytest.mark.parametrize("num_batches", [1, 2])
+@pytest.mark.short(2)
 @pytest.mark.parametrize("settings", [{}, {"param_dtype": "bf16"}], ids=str)
+@pytest.mark.parametrize("num_batches", [1, 2])
 def test_copies_between_host_and_device_hide_behind_compute(settings, num_batches):
     without, _ = step_time(moves=False, num_batches=num_batches, **settings)
     with_copies, copying = step_time(moves=True, num_batches=num_batches, **settings)
@@ -122,7 +122,6 @@ def step_on_wire(kind, settings, compute):
     return [now - before for now, before in zip(after, found, strict=True)]
 
 
-@pytest.mark.short(2)
 @pytest.mark.parametrize("what", MESHES)
 def test_collectives_hide_behind_compute_and_waits_for_them_are_measured(what):
     settings, share = MESHES[what]

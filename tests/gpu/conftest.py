@@ -1,4 +1,4 @@
-"""Lets test_gpu.py import the checks that its ranks run as well."""
+"""Lets test_gpu.py import the checks, which its ranks also run."""
 
 import sys
 from pathlib import Path

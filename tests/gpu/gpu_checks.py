@@ -1,4 +1,4 @@
-"""What the engine must do on GPUs, as functions that every rank of a group runs.
+"""Checks of the engine on GPUs; every rank of a group runs them.
 
 test_gpu.py calls them on one rank; `python -m gpu_checks`, started by our launcher, is a rank of
 several. The reference is computed on the same GPU: a float32 master, a copy of it in the compute
@@ -30,7 +30,7 @@ SLACK_BYTES = 2**20  # counters and norms
 
 
 def build() -> GPT:
-    """The model with noise on all weights: a norm's ones would hide a missed gather."""
+    """Builds the model with noise on all weights; a norm's ones would hide a missed gather."""
     torch.manual_seed(0)
     model = GPT(CASE)
     with torch.no_grad():
@@ -40,14 +40,14 @@ def build() -> GPT:
 
 
 def batch(step: int, rank: int) -> tuple[torch.Tensor, ...]:
-    """Tokens and labels of one rank in one step."""
+    """Returns tokens and labels of one rank in one step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     shape = (2, CASE.batch, CASE.seq)
     return torch.randint(0, CASE.vocab, shape, generator=generator).to(DEVICE).unbind(0)
 
 
 def make_optimizer(params: object) -> torch.optim.Optimizer:
-    """SGD: what it does is linear in the gradients, so that errors are not blown up."""
+    """Returns SGD: its update is linear in the gradients, so it does not amplify errors."""
     return torch.optim.SGD(params, lr=0.5, momentum=0.9)  # pyright: ignore[reportArgumentType]
 
 
@@ -86,7 +86,7 @@ def train_sharded(dtype: str, strategy: str, **more: object) -> dict[str, torch.
 
 
 def check_parity(dtype: str, strategy: str, **more: object) -> None:
-    """Every parameter moved as it does in one process."""
+    """Checks that parameters are updated as in one process."""
     torch.backends.cuda.matmul.allow_tf32 = False
     start = dict(build().named_parameters())
     wanted = train_alone(DTYPES[dtype], dist.get_world_size())
@@ -100,8 +100,8 @@ def check_parity(dtype: str, strategy: str, **more: object) -> None:
 
 
 def check_memory(dtype: str, strategy: str) -> str:
-    """At rest the GPU holds what the plan lists; steps do not add to it; nothing stays behind."""
-    _train_and_measure(dtype, strategy)  # what the libraries keep for themselves is there now
+    """Checks that a model allocates what the plan lists, no more in later steps, and frees it."""
+    _train_and_measure(dtype, strategy)  # the libraries have allocated their own memory
     before = _allocated()
     now, planned, peaks = _train_and_measure(dtype, strategy)
     assert planned <= now - before <= planned + SLACK_BYTES, (now - before, planned)
@@ -114,7 +114,7 @@ def check_memory(dtype: str, strategy: str) -> str:
 
 
 def _allocated() -> int:
-    """Bytes that tensors asked for; the allocator gives up to 1 MiB more to each large one."""
+    """Returns the bytes that tensors requested; the allocator rounds large ones up by 1 MiB."""
     gc.collect()
     torch.cuda.synchronize()
     return torch.cuda.memory_stats()["requested_bytes.all.current"]
@@ -136,7 +136,7 @@ def _train_and_measure(dtype: str, strategy: str) -> tuple[int, int, list[int]]:
 
 
 def check_events(dtype: str, strategy: str) -> None:
-    """What a step did is what the plan lists, event by event."""
+    """Checks that the events of a step are those of the plan."""
     model = fs.shard(build(), strategy=strategy, wrap=["Block"], param_dtype=dtype)
     for step in range(3):
         model(*batch(step, dist.get_rank())).backward()
@@ -144,7 +144,7 @@ def check_events(dtype: str, strategy: str) -> None:
 
 
 def check_symmetric(dtype: str, strategy: str) -> None:
-    """Slots in symmetric memory change no bit; sums of two ranks have one order."""
+    """Checks that results with symmetric memory are bit-identical (at most two ranks)."""
     wanted = train_sharded(dtype, strategy)
     found = train_sharded(dtype, strategy, symmetric_memory=True)
     for name, param in wanted.items():
@@ -161,7 +161,7 @@ STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 
 
 def main() -> None:
-    """One rank: every check, in one order."""
+    """Runs every check on one rank."""
     rendezvous.init_process_group()
     try:
         for name, check in CHECKS.items():

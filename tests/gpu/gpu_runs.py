@@ -1,4 +1,4 @@
-"""A run's loop on the device, for run.py; it needs yaml and rich, as fullshard's commands do."""
+"""A run's loop on the device, for run.py. It needs yaml and rich."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -23,7 +23,7 @@ Around = Callable[[], AbstractContextManager[Any]]
 
 
 def train(free: Around | None) -> list[tuple[float, float]]:
-    """Losses and norms of a run.
+    """Returns the losses and norms of a run.
 
     Args:
         free: Context for the later updates, which are queued; None: the host awaits each update.

@@ -1,12 +1,12 @@
-"""`make gpu`: what the engine must do on a GPU, in the order in which it is worth knowing.
+"""`make gpu`: checks of the engine on a GPU, the most important ones first.
 
-Each step prints one line, and is written at once. A step that hangs ends the process after
-two minutes, with the stack of every thread. It needs torch, numpy, psutil, pydantic, safetensors
-and xxhash; `make gpu-wheels` collects those that a machine lacks. With `--device cpu` the same
-steps run on a CPU, which says that they can run, and nothing of a GPU.
+Each step prints one line and writes its result immediately. A step that hangs ends the process
+after two minutes, with the stack of every thread. The steps need torch, numpy, psutil, pydantic,
+safetensors and xxhash; `make gpu-wheels` downloads those that a machine lacks. With `--device cpu`
+the same steps run on a CPU, which shows that the steps themselves work.
 """
 
-# ruff: noqa: E402  where modules are is said before they are imported
+# ruff: noqa: E402  sys.path is set before these imports
 
 import argparse
 import faulthandler
@@ -35,7 +35,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT), str(ROOT / "src")]
 if importlib.util.find_spec("pydantic") is None:
-    sys.exit("make gpu needs pydantic: `make gpu-wheels` collects what to carry to this machine.")
+    sys.exit("make gpu needs pydantic. Run `make gpu-wheels`, and copy its folder to this machine.")
 
 import gpu_checks
 import torch
@@ -56,11 +56,11 @@ GROUP_TIMEOUT = timedelta(seconds=60)
 
 
 class Skipped(Exception):
-    """A step that this machine cannot take; says why."""
+    """Raised by a step that cannot run on this machine; its text is the reason."""
 
 
 def say_what_is_here() -> str:
-    """Return torch, Python and the device."""
+    """Return the versions and the device."""
     here = f"torch {torch.__version__}, Python {platform.python_version()}"
     if not on_cuda():
         return f"{here}, CPU"
@@ -69,7 +69,7 @@ def say_what_is_here() -> str:
 
 
 def call_collectives() -> str:
-    """The process group's collectives work in place, on a group that was split from the world's."""
+    """Check in-place collectives of a group that was split from the group of all ranks."""
     group = _torch_compat.new_group_of([[0]], "collectives")
     assert _torch_compat.group_timeout(group) == GROUP_TIMEOUT
     fulls = [torch.arange(64.0 * n, device=gpu_checks.DEVICE) for n in (1, 2)]
@@ -88,7 +88,7 @@ def call_collectives() -> str:
 
 
 def measure_context() -> str:
-    """The device's memory outside of torch's allocator, and what one more communicator adds."""
+    """Measure memory outside of torch's allocator, and that of another communicator."""
     needs_cuda()
     square = torch.ones(1024, 1024, device=gpu_checks.DEVICE)
     torch.mm(square, square)  # loads cuBLAS
@@ -105,7 +105,7 @@ def _outside() -> float:
 
 
 def register_symmetric_memory() -> None:
-    """A slot in symmetric memory is gathered as one in other memory."""
+    """Check that a slot in symmetric memory can be registered and gathered."""
     needs_cuda()
     memory, pool, device = _torch_compat.symmetric_memory()
     with torch.cuda.use_mem_pool(pool):
@@ -122,7 +122,7 @@ def step(model: nn.Module, at: int = 0) -> None:
 
 
 class Late(streams.Streams):
-    """Streams on which everything begins late, so that a missing wait shows."""
+    """Streams that delay all their work, so that a missing wait shows."""
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
@@ -132,7 +132,7 @@ class Late(streams.Streams):
 
 
 def train_over(groups: Groups, several: Any, *, aside: bool, **settings: Any) -> list[torch.Tensor]:
-    """Three steps as one rank of four equal ones; the shards afterwards.
+    """Train three steps as one of four equal ranks; return the shards.
 
     Args:
         groups: The process groups.
@@ -158,7 +158,7 @@ def train_over(groups: Groups, several: Any, *, aside: bool, **settings: Any) ->
 
 
 def compare_streams(*, late: bool, aside: bool, **settings: Any) -> None:
-    """Collectives on streams of their own give the bits of those on the step's stream."""
+    """Check that collectives on separate streams give the bits of those on the step's stream."""
     if late:
         needs_cuda()
     real = streams.of(gpu_checks.DEVICE)
@@ -184,7 +184,7 @@ def compare_streams(*, late: bool, aside: bool, **settings: Any) -> None:
 
 @contextmanager
 def without_synchronisation() -> Iterator[None]:
-    """A context in which waiting for the device is an error."""
+    """A context in which a wait for the device raises an error."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -193,7 +193,7 @@ def without_synchronisation() -> Iterator[None]:
 
 
 def forbid_synchronisation(*, by_owner: bool = False, **settings: Any) -> None:
-    """A step in its steady state never waits for the device."""
+    """Check that the host does not wait for the device in a step, after the first ones."""
     needs_cuda()
     with Groups(streams.Streams(gpu_checks.DEVICE)).in_place():
         model = fs.shard(gpu_checks.build(), transport="fake", shard=4, wrap=["Block"], **settings)
@@ -213,17 +213,17 @@ def forbid_synchronisation(*, by_owner: bool = False, **settings: Any) -> None:
 
 
 def queue_updates() -> None:
-    """A run queues a step before it reads the numbers of the one before, and trains alike."""
+    """Check that a run queues a step before it reads the previous loss, with equal results."""
     try:
         import gpu_runs
     except ImportError as error:
-        raise Skipped("needs yaml and rich, which make gpu-wheels collects") from error
+        raise Skipped("needs yaml and rich, which make gpu-wheels downloads") from error
     free = without_synchronisation if on_cuda() else None
     assert gpu_runs.train(free) == gpu_runs.train(None)
 
 
 def count_threads() -> None:
-    """One thread carries out all events of a backward, and calls all hooks."""
+    """Check that one thread runs all events and hooks of a backward."""
     model = fs.shard(gpu_checks.build(), wrap=["Block"], param_dtype="bfloat16")
     seen: set[int] = set()
     for param in model.parameters():
@@ -242,9 +242,9 @@ def count_threads() -> None:
 
 
 def time_weight_gradients() -> str:
-    """A weight gradient in float32 of bfloat16 factors: cast from a product, or written by it.
+    """Time a float32 weight gradient of bfloat16 factors: cast after the product, or written by it.
 
-    Autograd casts. If writing saves much of a step, it is worth a layer of its own.
+    Autograd casts. A product that writes float32 would need a layer of its own.
     """
     needs_cuda()
     shape = replace(LLAMA, seq=8192)
@@ -264,7 +264,7 @@ def time_weight_gradients() -> str:
 
 
 def milliseconds(work: Callable[[], object], num_times: int = 20) -> float:
-    """Time of one call on the device, after a warm-up."""
+    """Return the time of one call on the device, after a warm-up."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for at in range(-3, num_times):
         if at == 0:
@@ -276,7 +276,7 @@ def milliseconds(work: Callable[[], object], num_times: int = 20) -> float:
 
 
 def train_two_ranks() -> None:
-    """Two ranks that share the device, over gloo, move every parameter as one process does."""
+    """Check that two ranks that share the device train as one process, over gloo."""
     words = [sys.executable, str(HERE / "run.py"), "--device", gpu_checks.DEVICE.type]
     with tempfile.TemporaryDirectory() as folder:
         words += ["--store", f"{folder}/store", "--rank"]
@@ -291,7 +291,7 @@ def train_two_ranks() -> None:
 
 
 def _output_of(rank: subprocess.Popen[str]) -> str:
-    """What a rank printed; it is killed if it hangs."""
+    """Return the output of a rank; kill it if it hangs."""
     try:
         return rank.communicate(timeout=HANGS_S // 2 - 5 if on_cuda() else None)[0]
     except subprocess.TimeoutExpired:
@@ -300,7 +300,7 @@ def _output_of(rank: subprocess.Popen[str]) -> str:
 
 
 def be_one_of_two(rank: int, store: str) -> None:
-    """What each of these ranks does."""
+    """Run the checks on one of the two ranks."""
     if on_cuda():
         faulthandler.dump_traceback_later(HANGS_S // 2 - 10)
     place: dict[str, Any] = {"store": dist.FileStore(store, 2), "rank": rank, "world_size": 2}
@@ -313,7 +313,7 @@ def be_one_of_two(rank: int, store: str) -> None:
 
 
 def offload() -> None:
-    """Offloaded state trains with the losses of state on the device."""
+    """Check that offloaded state gives the losses of state on the device."""
     for settings in ({}, {"param_dtype": "bfloat16"})[: 1 + on_cuda()]:
         found, wanted = train(offload="cpu", **settings), train(**settings)
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=0.0)
@@ -323,7 +323,7 @@ def offload() -> None:
 
 
 def train(**settings: Any) -> torch.Tensor:
-    """Losses of four steps, the gradients of two micro-batches each."""
+    """Return the losses of four steps of two micro-batches."""
     model = fs.shard(gpu_checks.build(), wrap=["Block"], **settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
@@ -337,7 +337,7 @@ def train(**settings: Any) -> torch.Tensor:
 
 
 def compile_blocks(mode: str) -> None:
-    """Compiled blocks give the loss of others."""
+    """Check that compiled blocks give the same loss."""
     needs_cuda()
     model = fs.shard(gpu_checks.build(), wrap=["Block"])
     loss = model(*gpu_checks.batch(0, 0))
@@ -351,7 +351,7 @@ def compile_blocks(mode: str) -> None:
 
 
 def save_and_load() -> None:
-    """A checkpoint gives every shard back."""
+    """Check that a checkpoint restores every shard."""
     folder = tempfile.mkdtemp()
     try:
         model = fs.shard(gpu_checks.build(), wrap=["Block"])
@@ -368,7 +368,7 @@ def save_and_load() -> None:
 
 
 def compare_losses() -> None:
-    """Blocks of Llama train with the losses of torch's fully_shard: both are whole on one rank."""
+    """Check that blocks of Llama train with the losses of torch's fully_shard, on one rank."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -389,7 +389,7 @@ def compare_losses() -> None:
 
 
 def losses_of(shape: Shape, shard: Callable[[Any], None]) -> torch.Tensor:
-    """Losses of five steps."""
+    """Return the losses of five steps."""
     model = build(shape, gpu_checks.DEVICE)
     shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
@@ -405,11 +405,11 @@ def losses_of(shape: Shape, shard: Callable[[Any], None]) -> torch.Tensor:
 
 
 def bench() -> str:
-    """Steps of Llama 3 8B's blocks as rank 0 of 8 and 64, beside plain compute and FSDP2."""
+    """Time blocks of Llama 3 8B as rank 0 of 8 and 64, plain compute and FSDP2."""
     try:
         import typer  # noqa: F401
     except ImportError as error:
-        raise Skipped("needs typer, which make gpu-wheels collects") from error
+        raise Skipped("needs typer, which make gpu-wheels downloads") from error
     size = ["--tiny", "--rounds", "3"]
     if on_cuda():
         results = RESULTS.parent.relative_to(ROOT)  # gpu.json and gpu.md
@@ -424,18 +424,18 @@ def bench() -> str:
 
 
 def sanitize() -> None:
-    """compute-sanitizer finds no access outside of memory in one small step.
+    """Check that compute-sanitizer finds no access out of bounds in one small step.
 
-    It patches every kernel, and with NCCL, cuBLAS and a GPT it had not ended after 60 s on an H100.
-    So the step has few small kernels of torch alone, and no backtraces of the host are collected.
-    No GPU has run this smaller step yet, so its time is not known. Without caching, each tensor is
-    an allocation of its own, outside of which no access passes.
+    It patches every kernel. With NCCL, cuBLAS and a GPT it had not ended after 60 s on an H100. The
+    step therefore runs a few small kernels of torch, without backtraces of the host. No GPU has run
+    it yet, so its time is not known. Without torch's caching allocator, each tensor is a separate
+    allocation, so that the tool sees an access beyond any of them.
     """
     tool, under = shutil.which("compute-sanitizer"), ()
     if on_cuda():
         if tool is None:
             raise Skipped("needs compute-sanitizer, a part of the CUDA toolkit")
-        # libraries try calls of CUDA that may fail; accesses of memory are what is looked for
+        # not API errors: libraries try CUDA calls that may fail
         under = (tool, "--error-exitcode", "9", "--report-api-errors", "no")
         under += ("--show-backtrace", "device")
     words = (str(HERE / "run.py"), "--device", gpu_checks.DEVICE.type, "--small-step")
@@ -444,7 +444,7 @@ def sanitize() -> None:
 
 
 def take_small_step() -> None:
-    """One update of two LayerNorms, over groups that need no NCCL."""
+    """Train two LayerNorms for one step, without NCCL."""
     with Groups(streams.of(gpu_checks.DEVICE) or Played()).in_place():
         model = nn.Sequential(nn.LayerNorm(64), nn.LayerNorm(64)).to(gpu_checks.DEVICE)
         fs.shard(model, transport="fake", shard=4, wrap=["LayerNorm"])
@@ -455,7 +455,7 @@ def take_small_step() -> None:
 
 
 def run_python(*words: str, under: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """Run this Python with these words, in the repository; its output if it fails."""
+    """Run Python with these arguments in the repository; fail with its output."""
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [*under, sys.executable, *words],
@@ -482,7 +482,7 @@ def needs_cuda() -> None:
 
 
 def check(name: str, dtype: str, strategy: str) -> object:
-    """One of gpu_checks."""
+    """Run one of gpu_checks."""
     if name == "memory":
         needs_cuda()
     return gpu_checks.CHECKS[name](dtype, strategy)
@@ -537,9 +537,9 @@ STEPS: dict[str, Callable[[], object]] = {
 
 
 def run(name: str, work: Callable[[], object]) -> dict[str, Any]:
-    """Take one step, print its line, return its row."""
+    """Run one step, print its line and return its row."""
     start, status = time.perf_counter(), "ok"
-    if on_cuda():  # a CPU may be as slow as it likes
+    if on_cuda():  # no limit on a CPU
         faulthandler.dump_traceback_later(HANGS_S, exit=True)
     try:
         why = str(work() or "")
@@ -555,18 +555,33 @@ def run(name: str, work: Callable[[], object]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """All steps; 1 where one failed, 2 without the device."""
+    """Run all steps; return 1 if one failed, 2 if there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--only", nargs="+", default=[""], help="steps whose names begin so")
-    parser.add_argument("--rank", type=int, default=0, help="of two on the device, with --store")
-    parser.add_argument("--store", help="a file in which the two meet")
-    parser.add_argument("--small-step", action="store_true", help="what compute-sanitizer runs")
-    parser.add_argument("--out", type=Path, help=f"{RESULTS.relative_to(ROOT)} on a GPU")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="run only steps whose names begin with one of these"
+    )
+    parser.add_argument(
+        "--rank",
+        type=int,
+        default=0,
+        help="rank of one of two processes that share the device; needs --store",
+    )
+    parser.add_argument("--store", help="file through which these processes connect")
+    parser.add_argument(
+        "--small-step", action="store_true", help="run the step for compute-sanitizer"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help=f"file of results; on a GPU the default is {RESULTS.relative_to(ROOT)}",
+    )
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         print(f"make gpu: torch of {sys.executable} sees no GPU; nothing was run.", file=sys.stderr)
-        print("Name a Python that has a CUDA build (GPU_PYTHON=python3), or DEVICE=cpu.")
+        print(
+            "Set GPU_PYTHON to a Python whose torch has CUDA, or use DEVICE=cpu.", file=sys.stderr
+        )
         return 2
     gpu_checks.DEVICE = torch.device(args.device)
     if args.device == "cpu":

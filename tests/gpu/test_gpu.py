@@ -1,4 +1,4 @@
-"""Parity, memory and events on GPUs: one rank in this process, two where there are two GPUs."""
+"""Parity, memory and events on one GPU, and on two if there are two."""
 
 import os
 from pathlib import Path
@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory):
-    """An NCCL group of this process alone."""
+    """An NCCL group of one rank, this process."""
     store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=store, rank=0, world_size=1)

@@ -1,4 +1,4 @@
-"""The steps of `make gpu` can run: on a CPU, without what a machine with a GPU may lack."""
+"""The steps of `make gpu` run on a CPU, also without packages that a GPU machine may lack."""
 
 import json
 import os
@@ -23,7 +23,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)  # a minute where nothing else runs
+@pytest.mark.timeout(600)  # a minute on an idle machine
 def test_all_steps_of_make_gpu_run_on_a_cpu_with_few_packages(tmp_path):
     out = tmp_path / "gpu.json"
     words = ("-c", WITHOUT, HERE / "run.py", "--device", "cpu", "--out", out)
@@ -34,8 +34,8 @@ def test_all_steps_of_make_gpu_run_on_a_cpu_with_few_packages(tmp_path):
     assert len(rows) - len(skipped) == 28
     assert {(row["status"], row["why"]) for row in skipped} == {
         ("skipped", "needs CUDA"),
-        ("skipped", "needs typer, which make gpu-wheels collects"),
-        ("skipped", "needs yaml and rich, which make gpu-wheels collects"),
+        ("skipped", "needs typer, which make gpu-wheels downloads"),
+        ("skipped", "needs yaml and rich, which make gpu-wheels downloads"),
     }
 
 

@@ -1,4 +1,4 @@
-"""Strategies and numbers of ranks that behaviours are tested on."""
+"""Strategies and numbers of ranks for parametrized tests."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +11,7 @@ DEPTHS = ((0, 0), (1, 1), (2, 2))  # of prefetch in forward and backward
 
 
 def prefetching(strategy: str, depths: Iterable[tuple[int, int]] = DEPTHS) -> list[dict[str, Any]]:
-    """Settings of a strategy with each prefetch depth."""
+    """Returns the settings of a strategy with each prefetch depth."""
     return [
         {"strategy": strategy, "forward_prefetch": f, "backward_prefetch": b} for f, b in depths
     ]
@@ -20,7 +20,7 @@ def prefetching(strategy: str, depths: Iterable[tuple[int, int]] = DEPTHS) -> li
 def in_turn(
     cases: Iterable[Any], strategy: str, depths: Iterable[tuple[int, int]] = DEPTHS
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Every case with one depth: over the strategies each case is tried with each depth."""
+    """Yields every case with one depth; the strategies together try each case with each depth."""
     settings = prefetching(strategy, depths)
     for at, case in enumerate(cases, STRATEGIES.index(strategy)):
         yield case, settings[at % len(settings)]
@@ -31,14 +31,15 @@ def marked(
     is_fast: Callable[..., bool],
     mark: pytest.MarkDecorator = pytest.mark.slow,
 ) -> list[Any]:
-    """Parameters of a grid; the few that show each mechanism are left unmarked."""
+    """Returns parameters of a grid; those for which `is_fast` is true get no mark."""
     return [pytest.param(*case, marks=() if is_fast(*case) else mark) for case in cases]
 
 
 def chequered(first: Iterable[Any], second: Iterable[Any], every: int = 2) -> list[Any]:
-    """All pairs; one of `every` is short, the others are marked long.
+    """Returns all pairs; one of `every` is unmarked, the others are marked long.
 
-    With 2 each member is in half of its pairs; with the length of `second`, each of `first` in one.
+    With 2, half of the pairs of each member are short; with the length of `second`, one pair of
+    each member of `first`.
     """
     pairs = itertools.product(enumerate(first), enumerate(second))
     return [
@@ -47,10 +48,10 @@ def chequered(first: Iterable[Any], second: Iterable[Any], every: int = 2) -> li
     ]
 
 
-# Three ranks cut inside parameters in other places than two; one strategy shows that each time.
+# Three ranks cut parameters at other places than two; one strategy suffices for these.
 RANKED = marked(
     itertools.product(STRATEGIES, (2, 3)),
     lambda strategy, ranks: ranks == 2 or strategy == "full_shard",
 )
-# Where a behaviour does not depend on the cuts, two ranks show it.
+# For behaviour that does not depend on the cuts, two ranks suffice.
 PAIRED = marked(itertools.product(STRATEGIES, (2, 3)), lambda _, ranks: ranks == 2)

@@ -1,4 +1,4 @@
-"""Statements left out, one at a time: what no test misses is either needless or untested."""
+"""Removes one statement at a time; if no test fails, it is unnecessary or untested."""
 
 import ast
 import sys
@@ -12,12 +12,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Mutant:
-    """A call that is left out: a statement of its own, or an event that then marks nothing.
+    """A removed call: a whole statement, or an event, which is replaced by one that marks nothing.
 
     Attributes:
         module: Name of its module.
-        function: Qualified name of the function that has it, or in which that function is defined.
-        line: Where it stands.
+        function: Qualified name of the outermost function that contains it.
+        line: Its line.
         text: Its code.
     """
 
@@ -31,7 +31,7 @@ class Mutant:
 
     @contextmanager
     def alive(self) -> Iterator[None]:
-        """Inside, the function does without the statement."""
+        """Context in which the function lacks the statement."""
         module = sys.modules[self.module]
         tree = ast.parse(_source(module))
         _LeaveOut(self.line, self.text).visit(tree)
@@ -45,7 +45,7 @@ class Mutant:
 
 
 def calls_of(module: ModuleType, names: Collection[str]) -> list[Mutant]:
-    """Every statement that calls a method of one of the names, and every event without a time."""
+    """Returns all statements that call a method of these names, and all untimed events."""
     found: list[Mutant] = []
 
     def visit(node: ast.AST, owners: tuple[str, ...], function: str) -> None:
@@ -72,14 +72,14 @@ def _called(call: ast.expr) -> str:
 
 
 def _is_event(node: ast.AST) -> bool:
-    """Whether it records an event, other than one of a time."""
+    """Whether it records an untimed event."""
     return isinstance(node, ast.Call) and _called(node) == "event" and not node.keywords
 
 
 class _LeaveOut(ast.NodeTransformer):
-    """What the method is called on stays: `fetch(x).wait()` becomes `fetch(x)`.
+    """Keeps the object of a removed call: `fetch(x).wait()` becomes `fetch(x)`.
 
-    In place of an event there is what marks no operation of a played stream.
+    An event is replaced by an empty clock, which marks no operation of a simulated stream.
     """
 
     def __init__(self, line: int, text: str) -> None:

@@ -1,25 +1,27 @@
-"""Streams played on a CPU: what a GPU might do at once is found by who waits for whom.
+"""Simulates streams on a CPU, and finds accesses that a GPU may run at the same time.
 
-    with Played().device() as played:   # the engine takes the CPU for a device with streams,
-        model = fs.shard(...)           # and process groups are played
+    with Played().device() as played:   # to the engine, the CPU has streams; process groups
+        model = fs.shard(...)           # are simulated
         played.watch(model)
         with played:
             ...                         # train
-    played.races                        # accesses that nothing orders
+    played.races                        # accesses that no wait orders
 
-Every operation belongs to a stream. `clocks[a][b]` is how much of what was queued on b is done when
-a comes to its next operation. Waits join clocks. Two accesses to the same bytes, one of them a
-write, are a race unless the clock of the later one knows the earlier one.
+Every operation runs on a stream. The vector clock `clocks[a][b]` is the number of operations of
+stream b that are done when a reaches its next operation. A wait takes the maximum of two clocks.
+Two accesses to the same bytes, at least one of them a write, are a race unless the clock of the
+later one includes the earlier one.
 
-Host memory belongs to a stream "host", which queues all others. Reading a value, or copying without
-`non_blocking`, makes the host wait. Freeing memory is a write by the stream that allocated it.
+The host is a stream, "host", which accesses host memory and queues the operations of all others.
+Reading a value, or copying without `non_blocking`, makes the host wait. Freeing memory counts as a
+write by the stream that allocated it.
 
-Clocks also have a time. Operations take what `took` says, so `played.time` is when all that was
-queued is done, and shows what is hidden behind what.
+Clocks also have a time: `took` gives the time of an operation, and `played.time` is the time at
+which all queued work is done. It shows how much of a copy or collective compute hides.
 
-Autograd's rules, which a CPU does not play: nodes run on the stream of their forward; a parameter's
-node runs on the stream on which it was bound and waits for its gradient if there is one; at the end
-the caller of backward waits for the streams of such nodes.
+Rules of autograd that a CPU does not follow are simulated: a node runs on the stream of its
+forward; a parameter's node runs on the stream on which it was bound, and waits for its gradient if
+there is one; at the end, the caller of backward waits for the streams of such nodes.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ Clock = dict[str, int]
 
 
 class Access(NamedTuple):
-    """Bytes [start, stop) of a memory, read or written."""
+    """A read or write of the bytes [start, stop) of a storage."""
 
     start: int
     stop: int
@@ -60,7 +62,7 @@ class Access(NamedTuple):
 
 
 class Ranges:
-    """Ranges of NVTX, indented."""
+    """Records NVTX ranges, indented by depth."""
 
     def __init__(self) -> None:
         self.ranges: list[str] = []
@@ -75,20 +77,18 @@ class Ranges:
 
 
 class Played(TorchDispatchMode, Ranges):
-    """Streams and process groups of a device that is played, and who touched what on them."""
+    """Simulated streams and process groups of a device, with all accesses to memory."""
 
     def __init__(self, took: Callable[..., int] = lambda *_: 0) -> None:
         TorchDispatchMode.__init__(self)
         Ranges.__init__(self)
-        self.took = (
-            took  # by an operation's name, its tensors, and whether it moves to or from host
-        )
+        self.took = took  # (name of the operation, tensors, whether it copies to or from the host)
         self.now = DEFAULT
-        self.caller = ""  # of backward, where it is on another stream than the forward
-        self.place = ""  # the event that is carried out
+        self.caller = ""  # stream of the caller of backward, if it is not that of the forward
+        self.place = ""  # the running event
         self.clocks: defaultdict[str, Clock] = defaultdict(dict)
         self.log: defaultdict[int, list[Access]] = defaultdict(list)
-        self.owners: dict[int, str] = {}  # of memory: the stream that took it
+        self.owners: dict[int, str] = {}  # stream that allocated a storage
         self.names: dict[int, str] = {}
         self.hosts: set[int] = set()
         self.kept: defaultdict[int, list[str]] = defaultdict(list)
@@ -96,7 +96,7 @@ class Played(TorchDispatchMode, Ranges):
         self.num_accesses = 0
         self.leaves: set[str] = set()
 
-    # ---- what fullshard.transport.streams asks for
+    # ---- the interface of fullshard.transport.streams
 
     def current(self) -> str:
         return self.now
@@ -146,7 +146,7 @@ class Played(TorchDispatchMode, Ranges):
         return clock[stream]
 
     def touch(self, key: int, span: tuple[int, int], access: tuple[bool, str, int, str]) -> None:
-        """Note an access, and what it races with."""
+        """Record an access and its races."""
         new = Access(*span, *access)
         self.num_accesses += 1
         left, clock = [], self.clocks[new.stream]
@@ -187,11 +187,11 @@ class Played(TorchDispatchMode, Ranges):
 
     @property
     def time(self) -> int:
-        """When all that was queued is done."""
+        """The time at which all queued work is done."""
         return max(clock.get(TIME, 0) for clock in self.clocks.values())
 
     def touch_all(self, touched: Any, stream: str, name: str, took: int = 0) -> None:
-        """Note what an operation reads and writes."""
+        """Record what an operation reads and writes."""
         tick = self.tick(stream, took)
         for tensor, writes in touched:
             self.own(tensor, stream)
@@ -199,30 +199,30 @@ class Played(TorchDispatchMode, Ranges):
             self.touch(key_of(tensor), _span(tensor), (writes, stream, tick, what))
 
     def own(self, tensor: torch.Tensor, stream: str) -> None:
-        """Memory that is seen for the first time is the stream's."""
+        """Assign a new storage to the stream."""
         storage, key = tensor.untyped_storage(), key_of(tensor)
         if key not in self.owners:
             self.owners[key] = stream
             weakref.finalize(storage, self.freed, key)
 
     def freed(self, key: int) -> None:
-        """The allocator may give the memory to whatever its stream does next."""
+        """Record that the allocator may give the memory to its stream's next operation."""
         stream = self.owners.pop(key)
         before = dict(self.clocks[stream])
         for other in self.kept.pop(key, ()):
             self.join(stream, other)
         tick = self.tick(stream)
         self.touch(key, (0, 1 << 60), (True, stream, tick, f"{self.place} free"))
-        self.clocks[stream] = before | {stream: tick}  # others that it waited for, it alone did
+        self.clocks[stream] = before | {stream: tick}  # only the free waited for others
         self.log.pop(key)
         self.names.pop(key, None)
         self.hosts.discard(key)
 
-    # ---- the engine on it
+    # ---- the engine
 
     @contextmanager
     def device(self) -> Iterator[Played]:
-        """Inside, models are sharded and trained on the played device."""
+        """Context in which models are sharded and trained on the simulated device."""
         patches = [
             patch.object(streams, "of", lambda _: self),
             patch.object(stepping, "has_modes", lambda: False),
@@ -242,9 +242,9 @@ class Played(TorchDispatchMode, Ranges):
 
     @contextmanager
     def backward_from(self, caller: str, forward: str) -> Iterator[None]:
-        """Inside, backward is called on one stream for what was computed on another."""
+        """Context in which backward is called on another stream than the forward's."""
         self.join(caller, forward)
-        self.join(forward, caller)  # the gradient that it begins with
+        self.join(forward, caller)  # the first gradient
         self.caller = caller
         with self.on(forward):
             yield
@@ -256,7 +256,7 @@ class Played(TorchDispatchMode, Ranges):
         return []
 
     def _on_host(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """The tensors that it returns are the host's."""
+        """Returns `make`, whose tensors are marked as host memory."""
 
         def made(*args: Any) -> torch.Tensor:
             tensor = make(*args)
@@ -292,7 +292,7 @@ class Played(TorchDispatchMode, Ranges):
         return on_leaf
 
     def watch(self, model: torch.nn.Module) -> None:
-        """Name what the engine owns, and say with every access what the engine did."""
+        """Name the engine's buffers and events in reports of races."""
         engine: Any = engine_of(model)
         homes = engine.plan.homes
         named = {
@@ -327,19 +327,18 @@ class Played(TorchDispatchMode, Ranges):
 
 
 class Groups:
-    """Process groups of ranks that are alike; the collectives of each have their own stream.
+    """Process groups of equal ranks; the collectives of each group have their own stream.
 
     Args:
-        streams: Streams of a device, played or not.
-        delay: Called on a group's stream before it moves bytes.
+        streams: Streams of a device, real or simulated.
     """
 
-    def __init__(self, streams: Any, delay: Callable[[], None] = lambda: None) -> None:
-        self._streams, self._delay = streams, delay
+    def __init__(self, streams: Any) -> None:
+        self._streams = streams
         self._made: dict[str, Any] = {}
 
     def functions(self) -> dict[str, Any]:
-        """What takes the place of names in `transport/c10d.py`."""
+        """Returns replacements of names in `transport/c10d.py`."""
         return {
             "all_gather_many": self.all_gather_many,
             "all_gather_single": self.all_gather_single,
@@ -353,7 +352,7 @@ class Groups:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, `fs.shard(..., transport="fake")` communicates over these groups by c10d."""
+        """Context in which `fs.shard(..., transport="fake")` uses c10d over these groups."""
         made = patch("fullshard.engine.shard.make_transport", self.make_transport)
         alike = patch("fullshard.engine.norms.differing_counts", lambda *_, **__: [])
         slices = {
@@ -387,13 +386,12 @@ class Groups:
 
     @contextmanager
     def carried(self, group: tuple[str, int], works: list[Any], *held: Any) -> Iterator[int]:
-        """Inside, the group's stream works, after all that the caller has queued."""
+        """Context that runs on the group's stream, after all work that the caller queued."""
         name, size = group
         if name not in self._made:
             self._made[name] = self._streams.make(name)
         self._streams.join(self._made[name], self._streams.current())
         with self._streams.on(self._made[name]):
-            self._delay()
             yield size
             works.append(Work(self._streams, held))
 
@@ -441,7 +439,7 @@ class Groups:
 
 
 class HostGroups(Groups):
-    """Groups of gloo whose collectives take a device's tensors through the host.
+    """Groups on gloo whose collectives copy a device's tensors through the host.
 
     They let ranks share a GPU, which NCCL refuses. The host waits for the collective's stream,
     which waits for the caller's, and then copies back on it.
@@ -449,7 +447,7 @@ class HostGroups(Groups):
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, `fs.shard(..., transport="c10d")` communicates over these groups."""
+        """Context in which `fs.shard(..., transport="c10d")` uses these groups."""
         asked = patch(
             "fullshard.engine.shard.resolve_transport", lambda config, *_: config.transport
         )
@@ -457,7 +455,7 @@ class HostGroups(Groups):
             yield
 
     def _move(self, group: Any, outs: Any, ins: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        """Write what is combined of the tensors of all ranks."""
+        """Write the combined tensors of all ranks."""
         works: list[Any] = []
         with self.carried((group.group_name, dist.get_world_size(group)), works, outs, ins):
             for out, own in zip(outs, ins, strict=True):
@@ -493,13 +491,13 @@ class HostGroups(Groups):
 
 
 class Work:
-    """A collective under way, which holds what it works on."""
+    """A collective in flight; it keeps its tensors alive."""
 
     def __init__(self, streams: Any, held: Any) -> None:
         self._streams, self._done, self._held = streams, streams.event(), held
 
     def wait(self) -> None:
-        """What the current stream does next waits for it."""
+        """Make the current stream wait for it."""
         self._streams.wait(self._done)
         self._held = None
 

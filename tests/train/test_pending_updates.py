@@ -124,6 +124,15 @@ def test_a_device_trains_as_if_the_host_waited_and_leaves_out_what_is_not_finite
     assert [row.loss is None for row in others] == [True, False, False, True, False, False]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sgd_of_a_run_updates_every_element(dtype):
+    layer = torch.nn.Linear(64, 64, bias=False, dtype=dtype)
+    weight = torch.nn.init.ones_(layer.weight)
+    weight.grad = torch.ones_like(weight)
+    build_optimizer(layer, TrainingConfig(optim="sgd", learning_rate=0.5)).step()
+    assert weight.unique().tolist() == [0.5]
+
+
 @pytest.mark.parametrize("is_device", [True, False])
 def test_the_error_names_the_step_that_diverged(is_device):
     seen, rows, _ = run(is_device=is_device, spoiled=(SPOILED,))

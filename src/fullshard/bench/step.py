@@ -304,7 +304,7 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How to measure.
+    """Settings of the measurement.
 
     Attributes:
         timeout_s: Limit for one group of ranks.

@@ -100,8 +100,8 @@ def load(
 
 def say_lost(resolved: Resolved) -> None:
     """Print the keys of another tool's file that have no effect here, or that a file overrules."""
-    from fullshard.config.dialects.rules import Status
     from fullshard.config.environment import read_launch_environment, settings_of_accelerate
+    from fullshard.config.rules import Status
 
     launch = read_launch_environment()
     if launch is not None and launch.rank != 0:

@@ -46,7 +46,7 @@ def lint(
 
     The exit code is 2 if there are errors or known-bad settings.
     """
-    from fullshard.config.dialects.rules import Status
+    from fullshard.config.rules import Status
     from fullshard.config.supported import findings
     from fullshard.launch.exit_codes import ExitCode
 

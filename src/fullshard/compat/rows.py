@@ -85,7 +85,7 @@ class FollowingRows(DTensor):
     The first read after a change gathers all rows of the model: a collective.
     """
 
-    follows: Source | None = None  # None: a copy of torch's stager
+    follows: FollowedShard | None = None  # None: a copy of torch's stager
 
     @property
     def _local_tensor(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -147,14 +147,14 @@ _LOCAL: Any = DTensor._local_tensor  # its slot
 LIST_FUNCTIONS = ("_foreach_", "_fused_", "_amp_")
 
 
-class Source:
-    """What rows follow.
+class FollowedShard:
+    """A shard that rows of a state dict follow.
 
     Attributes:
         shard: A weight, or a state of an optimizer.
         param: The weight of which it is a state, or itself.
         like: The rows in torch's class. All rows of the shard share their memory.
-        seen: What changes with the shard, and the memory's version, when both were last equal.
+        seen: State of the shard, and version of the memory, when both were last equal.
         thread: The thread that last used the model.
     """
 
@@ -170,7 +170,7 @@ class Source:
 
     @property
     def norms(self) -> Any:
-        """Those of its model: what its ranks compare goes through them."""
+        """The norms of its model, by which ranks compare values."""
         return self.param.record.norms
 
     def _now(self) -> Any:
@@ -244,7 +244,7 @@ class Source:
         _sync(self.norms, reads=True)
 
 
-_SOURCES: WeakSet[Source] = WeakSet()
+_SOURCES: WeakSet[FollowedShard] = WeakSet()
 _BUSY: list[int] = []  # while rows are loaded
 _LOADED = (
     "load_state_dict() of a state dict that was written, since its tensors are copies here; it was "
@@ -327,7 +327,7 @@ def follow(engine: Engine, shard: Any, param: Any, value: DTensor) -> DTensor:
     known = engine.norms.rows
     one = known.get(id(shard))
     if one is None or (one.like.dtype, one.like.placements) != (value.dtype, value.placements):
-        one = known[id(shard)] = Source(shard, param, engine, value)
+        one = known[id(shard)] = FollowedShard(shard, param, engine, value)
     one.take(value)
     return one.rows()
 

@@ -729,8 +729,8 @@ def recut(local: torch.Tensor, record: ShardRecord, piece: Slice, *, stays: bool
 
     Args:
         local: Values in the range of `record`, or of the whole parameter.
-        record: Where they are.
-        piece: Where they belong.
+        record: Current range of the values.
+        piece: New range.
         stays: Whether the range of every rank stays, which is equal on all ranks: this rank's own
             may stay where others change.
     """

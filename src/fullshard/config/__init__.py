@@ -4,6 +4,8 @@
                  one ConfigError
     fields       the base of every section (frozen, unknown keys are errors); types of its fields:
                  numbers, flags, words, lists of names
+    rules        rules of a table of keys: our key, no effect, lost, not supported yet; sizes of the
+                 axes in the files of all tools, and torchtitan's
     sharding     ShardConfig
     training     TrainingConfig, with the names of Hugging Face's TrainingArguments, also those that
                  are not fields here or that set another key

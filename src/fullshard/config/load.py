@@ -19,7 +19,6 @@ from typing import Any, TypeVar, cast
 
 import yaml
 
-from fullshard.config.dialects.rules import Note, Status, is_auto
 from fullshard.config.dialects.trainer import TRAINING
 from fullshard.config.dialects.translate import (
     DIALECTS,
@@ -57,6 +56,7 @@ from fullshard.config.keys import (
     rivals_of,
     training_or_bare,
 )
+from fullshard.config.rules import Note, Status, is_auto
 from fullshard.config.schema import ModelConfig, RunConfig, ShardConfig
 from fullshard.config.supported import check_supported, idle
 from fullshard.config.training import MOVED, MOVES, UNASKED, Move, names

@@ -21,7 +21,6 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import BeforeValidator, model_validator
 
-from fullshard.config.dialects.rules import Rule, rows
 from fullshard.config.fields import (
     Count,
     CountOrAuto,
@@ -38,6 +37,7 @@ from fullshard.config.fields import (
     to_names,
     to_number,
 )
+from fullshard.config.rules import Rule, rows
 from fullshard.config.values import (
     ConfigProblems,
     IntervalStrategy,

@@ -299,7 +299,7 @@ def _matching(
 
 
 def _entries(place: Path, part: str, left: dict[Path, str]) -> Iterator[Path]:
-    """What a part of a pattern matches in a folder; adds to `left` what it skips."""
+    """Yields a folder's entries that match a part of a pattern; adds skipped ones to `left`."""
     kinds = {} if part.startswith(".") else {".*": "hidden files"}
     kinds |= {kind: kind for kind, word in NO_DATA.items() if word not in part}
     for entry in place.iterdir() if place.is_dir() else ():

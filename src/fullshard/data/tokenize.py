@@ -361,7 +361,7 @@ class Progress:
     """Logs progress every few seconds.
 
     Args:
-        what: What is done with the data: `tokenized`.
+        what: Participle in the log line, such as `tokenized`.
         size: Bytes to read.
     """
 

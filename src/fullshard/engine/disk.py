@@ -47,7 +47,7 @@ PUNCH_HOLE = 3  # a mode of fallocate, which keeps the file's size
 
 @dataclass(frozen=True)
 class Extent:
-    """Where the bytes of a tensor are."""
+    """The range of a file that contains a tensor."""
 
     descriptor: int
     offset: int
@@ -193,7 +193,7 @@ class Disk:
             ) from error
 
     def place_of(self, tensor: torch.Tensor) -> Extent | None:
-        """Where a tensor is; None if it is in memory."""
+        """Returns the place of a tensor on disk; None if it is in memory."""
         if tensor.device.type == "cpu":
             at = tensor.data_ptr()
             for file in self._files:

@@ -34,7 +34,7 @@ class Residence:
         device: The device of the tensors.
         locks_for: The device that reads the page-locked host memory; None: it is not locked.
         disk: The model's files; None for memory.
-        kind: What is stored there.
+        kind: Kind of state; on disk, each kind has its own files.
     """
 
     device: torch.device

@@ -45,7 +45,7 @@ import torch
 
 from fullshard.engine._torch_compat import foreach_norm, graph_task_id, no_guard
 from fullshard.engine.disk import Disk
-from fullshard.engine.record import before_read
+from fullshard.engine.record import ShardRecord, before_read
 from fullshard.errors import EngineError
 from fullshard.planner.layout import clean_name
 from fullshard.planner.mesh import Mesh
@@ -53,7 +53,6 @@ from fullshard.transport import streams
 from fullshard.transport.base import Axes, Transport
 
 if TYPE_CHECKING:
-    from fullshard.engine.record import ShardRecord
     from fullshard.engine.unit import Unit
 
 
@@ -119,7 +118,7 @@ class GradientNorms:
         copied: Parameters whose averages it wrote before it copied or gathered them.
         edited: Parameters whose gradients it wrote.
         disk: The files with state of the model; None: its state is in memory.
-        rows: What rows in state dicts follow, by the shard's id; in one order on all ranks.
+        rows: Shards that rows of state dicts follow, by id, in the same order on all ranks.
         waits: Whether gradients that `no_sync` deferred wait for a reduction.
         task: Id of the running backward, which will set gradients; -2: none.
     """
@@ -319,7 +318,7 @@ class GradientNorms:
         A collective where the host can read its result without waiting for a device.
 
         Args:
-            limit: What decides the result, and must be the same on every rank.
+            limit: Settings of the clipping, which must be equal on all ranks.
 
         Raises:
             EngineError: Only some of the replicas of a shard were written.

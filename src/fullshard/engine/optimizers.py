@@ -54,9 +54,8 @@ from fullshard.errors import EngineError, NotElementwiseError
 
 logger = logging.getLogger(__name__)
 
-# Shapes and sizes of the first shard. Kernels treat the rest of a vector otherwise, in 16 bits by
-# more than the tolerance, so the large one is cut between vectors.
-PROBES = (((6, 4), 10), ((130, 64), 320))
+# Shapes and sizes of the first shard, which ends within a vector of a kernel.
+PROBES = (((6, 4), 10), ((130, 64), 300))
 _CHANGED = 64  # more than the number of states of a parameter
 TURN_SHAPES = ((6, 4), (5, 3), (4, 4))
 PROBE_STEPS = 3
@@ -205,11 +204,10 @@ class _Watch:
             yield from optimizer.state.items()
 
     def _probe_once(self, optimizer: Optimizer, group: dict[str, Any], like: torch.Tensor) -> None:
-        kind = type(optimizer)
-        settings = settings_in(group)
+        kind, settings = type(optimizer), settings_in(group)
         numbers = {k: v for k, v in settings.items() if k not in ("lr", "initial_lr")}
-        dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
-        key = (kind, like.device.type, dtype, *((k, _structure(v)) for k, v in numbers.items()))
+        dtype, kinds = like.dtype, ((k, _structure(v)) for k, v in numbers.items())
+        key = (kind, like.device.type, dtype, *kinds)
         if key not in self._passed and not _steps_others(optimizer):
             rate = {"lr": PROBE_RATE} if settings.get("lr") is not None else {}
             like = torch.empty(0, dtype=dtype, device=like.device)
@@ -297,7 +295,7 @@ class OptimizerPart:
                 self.weights.append((param, weight * hash((one.index, 1))))
 
     def hashes(self, settings: dict[str, Any], states: Any) -> dict[str, int]:
-        """What is added to the counts of ranks at each step."""
+        """Returns the numbers that are added to the compared counts at each step."""
         own, both = hash_of(settings), 0
         if self._whole is not None:
             state = states.get(self._whole, {})  # a tensor of (1,) may be a state of one element
@@ -388,8 +386,8 @@ def _refuse_unsharded(optimizer: Optimizer, params: Sequence[Any]) -> None:
             )
         if record is not None and not isinstance(param, Guarded):
             raise EngineError(
-                f"{type(optimizer).__name__}.step inside fs.unsharded: expected shards; got "
-                f"{record.piece.name!r} whole, but states of its shard. Step outside of the block."
+                f"{type(optimizer).__name__}.step inside fs.unsharded: expected shards; got the "
+                f"whole {record.piece.name!r}, with states of its shard. Step outside of the block."
             )
 
 
@@ -457,14 +455,15 @@ def probe(kind: type[Optimizer], settings: dict[str, Any], like: torch.Tensor) -
                 f"test whether it works on shards; it raised {type(error).__name__}: {error}. Use "
                 "an elementwise optimizer of torch.optim, or strategy no_shard."
             ) from error
-        rounding = 64 * torch.finfo(dtype).eps
+        rounding = (64 if dtype.itemsize > 2 else 8) * torch.finfo(dtype).eps
         together, apart = whole.view(-1, 1), torch.cat(shards)
-        if not torch.allclose(together, apart, rtol=rounding, atol=rounding / 64):
+        if not torch.allclose(together, apart, rounding, rounding / 64, equal_nan=True):
+            use = "Leave out fused=True, or use" if settings.get("fused") else "Use"
             raise NotElementwiseError(
                 f"{kind.__name__}: expected an elementwise optimizer; three steps on a tensor and "
-                "on two shards of it differ. Use an elementwise one (AdamW, SGD, Adagrad, RMSprop, "
-                f"Lion ...), or strategy no_shard. fs.owned(model, {kind.__name__}) gives each "
-                "whole tensor to one rank."
+                f"on two shards of it differ. {use} an elementwise one (AdamW, SGD, Adagrad, "
+                f"RMSprop, Lion ...), or strategy no_shard. fs.owned(model, {kind.__name__}) gives "
+                "each whole tensor to one rank."
             )
     return {k for k, x in states if isinstance(x, torch.Tensor) and x.shape == PROBES[-1][0]}
 
@@ -542,7 +541,8 @@ def check_by_itself(
         except Exception as error:
             raise EngineError(
                 "fs.owned: expected an optimizer that can be tried on small matrices of "
-                f"{like.dtype}; it raised {type(error).__name__}: {error}."
+                f"{like.dtype}; it raised {type(error).__name__}: {error}. Use it under no_shard, "
+                "without fs.owned."
             ) from error
         close = partial(torch.allclose, rtol=1e-6, atol=1e-10)
         if not all(map(close, together, [*first, *second])):

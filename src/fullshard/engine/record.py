@@ -171,7 +171,7 @@ class Sharing:
         self._others: dict[int, weakref.ref[Any]] = {}
 
     def __len__(self) -> int:
-        """How many parameters are among them."""
+        """The number of parameters among them."""
         return len(self.params)
 
     def add(self, tensor: Any) -> None:

@@ -142,7 +142,7 @@ class _Folder:
 
 
 def _in_optimizer(path: tuple[Any, ...]) -> int:
-    """Where the path within an optimizer's states begins, which may be wrapped once; else 0."""
+    """Returns the index at which the path within an optimizer's states begins; 0 if none does."""
     return next((at for at, key in enumerate(path[:2], 1) if key in _OPTIMIZERS), 0)
 
 

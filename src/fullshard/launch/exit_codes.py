@@ -103,8 +103,8 @@ def raise_stopped(
     Args:
         number: The signal.
         plain: Raise a PreemptedError, which `except Exception` catches.
-        what: What was stopped.
-        then: What to do.
+        what: Name of the stopped work.
+        then: Advice in the error.
     """
     told = f"{what}: expected to reach its end, got {signal.Signals(number).name}. {then}"
     error = PreemptedError(told)

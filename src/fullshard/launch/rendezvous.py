@@ -496,8 +496,8 @@ def await_end_of_attempt(place: tuple[str, int], unless: Callable[[], bool]) -> 
     """Waits until the store of an attempt that has failed is gone; new ranks would meet there.
 
     Args:
-        place: Where another machine serves it.
-        unless: Whether to wait no longer.
+        place: Address of the machine that serves the store.
+        unless: Returns whether to stop waiting.
     """
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 

@@ -96,7 +96,7 @@ class LaunchResult:
     ended: tuple[int, ...] = ()
 
     def for_others(self, machine: int, rank: int) -> RankFailure | None:
-        """What other machines are told: the failure, also that a signal ended the launch here."""
+        """Returns the failure for other machines; a signal that ended this launch is one, too."""
         if self.failure is not None or self.exit_code == ExitCode.OK:
             return self.failure
         kind = "PreemptedError" if self.exit_code == ExitCode.PREEMPTED else "KeyboardInterrupt"
@@ -276,7 +276,7 @@ CURE = (
 
 
 def num_kills() -> int:
-    """How many processes the kernel has killed for memory, of this machine or of our groups."""
+    """Counts the processes that the kernel killed for memory, on this machine or in our cgroups."""
     found: list[str] = []
     for file in (SYSTEM_KILLS, *kill_counters()):
         with contextlib.suppress(OSError):

@@ -99,7 +99,7 @@ _STREAMS = {EventKind.GATHER: GATHER, EventKind.REDUCE: REDUCE}
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank is: as it publishes it, and what the judge sees of it.
+    """Position of a rank, as it publishes it for the judge.
 
     Attributes:
         beat: Number of the message; a rank whose number does not grow is silent.

@@ -98,7 +98,7 @@ class Timeline:
         bars: Bars in the order of events.
         end_s: Time at which the rank finishes its last event.
         exposed_s: Time that the rank waited for messages.
-        wires: When each wire is free.
+        wires: Time from which each wire is free.
     """
 
     def __init__(self, cost_of: CostOf, *, issues_ahead: bool) -> None:

@@ -122,7 +122,7 @@ class Team(Protocol):
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank sits in its run: its number, its device, and which batch, or part, it sees.
+    """A rank's number, its device, and the batch (or part of a batch) that it computes.
 
     Attributes:
         sharding: Sizes of the axes; ranks are numbered as in `planner.mesh.mesh_of`.

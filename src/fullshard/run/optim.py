@@ -45,13 +45,13 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.O
         model: The model, sharded or not.
         training: Kind of the optimizer and its numbers, as in TrainingArguments.
     """
-    groups = parameter_groups(model, training.weight_decay)
-    rate = training.learning_rate
+    groups, rate = parameter_groups(model, training.weight_decay), training.learning_rate
     betas, eps = (training.adam_beta1, training.adam_beta2), training.adam_epsilon
     adamw = partial(torch.optim.AdamW, lr=rate, betas=betas, eps=eps, fused=True)
     match training.optim:
-        case Optimizer.SGD:
-            return torch.optim.SGD(groups, lr=rate, fused=True)
+        case Optimizer.SGD:  # torch's fused one leaves out updates of 16-bit parameters on CPUs
+            is_wide = all(p.dtype.itemsize > 2 for group in groups for p in group["params"])
+            return torch.optim.SGD(groups, lr=rate, fused=is_wide)
         case Optimizer.ADAMW_TORCH | Optimizer.ADAMW_TORCH_FUSED:
             return adamw(groups)
         case Optimizer.MUON:

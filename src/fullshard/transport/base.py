@@ -176,7 +176,7 @@ class Reduction:
         receive: Waits for the ranks' contributions to this rank's part of each buffer and returns
             them in rank order, (part_numel,) each, reduce dtype. One contribution is the sum.
         release: Called after the contributions were read.
-        divided: What contributions in float16 were divided by, so that they do not overflow.
+        divided: Divisor of contributions in float16, which keeps them from overflowing.
     """
 
     __slots__ = ("_divided", "_receive", "_release")

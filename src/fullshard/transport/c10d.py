@@ -47,7 +47,7 @@ class C10dTransport(MessageTransport):
 
     Args:
         axes: This rank's coordinates in the mesh.
-        kind: Who sums.
+        kind: Method of summing gradients.
         symmetric: Allocate slots in NCCL's symmetric memory.
     """
 

@@ -95,7 +95,7 @@ class Pass:
 
 @dataclasses.dataclass(frozen=True)
 class CheckJob:
-    """What every process of a check does; the module's docstring lists the files next to it."""
+    """The job of every process of a check; the module's docstring lists the files of its folder."""
 
     passes: tuple[Pass, ...]
     world_size: int

@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from fullshard.config.dialects.accelerate import FSDP
-from fullshard.config.dialects.rules import Status
 from fullshard.config.dialects.translate import DIALECTS
 from fullshard.config.files import parse_text
 from fullshard.config.load import load_config, text_of
+from fullshard.config.rules import Status
 from fullshard.config.values import DType, HomeKind, Strategy, WrapKind
 from fullshard.errors import ConfigError
 

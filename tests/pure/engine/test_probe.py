@@ -1,5 +1,7 @@
 """The probe tells optimizers that treat elements one by one from those that do not."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import optim
@@ -99,6 +101,17 @@ def test_an_optimizer_of_ones_own_passes():
 def test_an_optimizer_that_treats_shards_otherwise_is_refused(kind, dtype):
     with pytest.raises(NotElementwiseError, match=f"^{kind.__name__}: expected an elementwise"):
         probe(kind, settings_of(made(kind)), LIKE.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_in_16_bits_passes_and_torchs_fused_sgd_does_not(dtype):
+    """Its kernel for CPUs leaves out updates, but not in what remains of a vector."""
+    for make in (optim.SGD, optim.ASGD, optim.AdamW, partial(optim.Adagrad, fused=True)):
+        optimizer = make(a_parameter(), lr=0.1)
+        probe(type(optimizer), settings_of(optimizer), LIKE.to(dtype))
+    fused = optim.SGD(a_parameter(), lr=0.1, fused=True)
+    with pytest.raises(NotElementwiseError, match=r"differ\. Leave out fused=True, or use an"):
+        probe(optim.SGD, settings_of(fused), LIKE.to(dtype))
 
 
 def test_an_optimizer_that_takes_16_bits_only_is_tried_with_these():

@@ -1,7 +1,5 @@
 """Translation of other tools' files: one table of keys per tool.
 
-    rules       the rules of a table: our key, no effect, lost, not supported yet; sizes of the axes
-                in the files of all tools, and torchtitan's
     keys.yaml   the keys of all tools whose meaning needs no code
     accelerate  Accelerate's YAML, and `fsdp_config`, which the Trainer and axolotl share
     deepspeed   DeepSpeed's JSON

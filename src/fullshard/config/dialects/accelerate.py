@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fullshard.config.dialects.deepspeed import home, nvme_path, stage
-from fullshard.config.dialects.rules import (
+from fullshard.config.fields import Rejected, to_flag, to_names
+from fullshard.config.rules import (
     Meaning,
     Said,
     Status,
@@ -26,7 +27,6 @@ from fullshard.config.dialects.rules import (
     unless,
     word_among,
 )
-from fullshard.config.fields import Rejected, to_flag, to_names
 from fullshard.config.values import Strategy, parse, words_of
 
 _WRAP: Mapping[str, str] = {

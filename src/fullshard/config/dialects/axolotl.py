@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import cast
 
 from fullshard.config.dialects.accelerate import FSDP
-from fullshard.config.dialects.rules import (
+from fullshard.config.dialects.trainer import FLAT, lora_keys
+from fullshard.config.fields import Rejected, means_same, to_number
+from fullshard.config.rules import (
     NOTHING,
     Meaning,
     Rule,
@@ -23,8 +25,6 @@ from fullshard.config.dialects.rules import (
     translated,
     unless,
 )
-from fullshard.config.dialects.trainer import FLAT, lora_keys
-from fullshard.config.fields import Rejected, means_same, to_number
 
 
 def _times_an_epoch(kind: str) -> Rule:

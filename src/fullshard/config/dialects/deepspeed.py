@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
-from fullshard.config.dialects.rules import (
+from fullshard.config.fields import Rejected, to_flag, to_number
+from fullshard.config.rules import (
     Meaning,
     Rule,
     Said,
@@ -22,7 +23,6 @@ from fullshard.config.dialects.rules import (
     unless,
     word_among,
 )
-from fullshard.config.fields import Rejected, to_flag, to_number
 from fullshard.config.values import words_of
 
 HOMES: Mapping[str, object] = {"none": None, "cpu": "cpu", "nvme": "nvme"}

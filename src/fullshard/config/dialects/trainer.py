@@ -11,7 +11,9 @@ from typing import cast
 
 from fullshard.config.dialects.accelerate import FSDP, MESH
 from fullshard.config.dialects.deepspeed import DEEPSPEED
-from fullshard.config.dialects.rules import (
+from fullshard.config.fields import Rejected, means_same, to_flag
+from fullshard.config.keys import canonical
+from fullshard.config.rules import (
     NOTHING,
     Meaning,
     Rule,
@@ -30,8 +32,6 @@ from fullshard.config.dialects.rules import (
     translated,
     unless,
 )
-from fullshard.config.fields import Rejected, means_same, to_flag
-from fullshard.config.keys import canonical
 from fullshard.config.schema import TrainingConfig
 from fullshard.config.training import MOVED, names
 from fullshard.config.values import Strategy, did_you_mean, spellings, words_of

@@ -10,7 +10,11 @@ from typing import Any, cast
 from fullshard.config.dialects.accelerate import ACCELERATE, FSDP
 from fullshard.config.dialects.axolotl import AXOLOTL
 from fullshard.config.dialects.deepspeed import DEEPSPEED
-from fullshard.config.dialects.rules import (
+from fullshard.config.dialects.trainer import FLAT, FLAT_MARKS, TRAINING
+from fullshard.config.fields import Rejected
+from fullshard.config.files import File, Origin, OriginKind, find, interpolated, read_file
+from fullshard.config.keys import canonical
+from fullshard.config.rules import (
     NOTHING,
     Meaning,
     Note,
@@ -25,10 +29,6 @@ from fullshard.config.dialects.rules import (
     marks_of,
     rows,
 )
-from fullshard.config.dialects.trainer import FLAT, FLAT_MARKS, TRAINING
-from fullshard.config.fields import Rejected
-from fullshard.config.files import File, Origin, OriginKind, find, interpolated, read_file
-from fullshard.config.keys import canonical
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import ConfigProblems, Problem, did_you_mean, join_key, show, words_of
 

@@ -137,7 +137,7 @@ class TopK:
             self.ids[start:stop] = top.indices.cpu().numpy()
 
     def place(self, row: int, width: int) -> tuple[int, int]:
-        """Where the tokens of a row's part begin and end; parts of a row are `width` long."""
+        """Returns the range of tokens of a row's part; parts of a row have `width` tokens."""
         begin, end = (int(bound) for bound in self.bounds[row : row + 2])
         begin += self.part * width
         return begin, min(begin + width, max(begin, end))

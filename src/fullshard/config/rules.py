@@ -1,4 +1,4 @@
-"""The rules of a dialect's table: our key, no effect, lost, not supported yet.
+"""Rules of a table of keys: our key, no effect, lost, not supported yet.
 
 TABLE = {
     **rows("TABLE"),  # of keys.yaml
