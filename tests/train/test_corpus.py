@@ -273,7 +273,7 @@ def test_a_part_of_a_stream_that_changed_before_it_was_reached_is_refused(tmp_pa
         file.seek(130)
         file.write(b"\xff")
     mapped_once.cache_clear()
-    with pytest.raises(DataError, match="expected files that do not change, got .*a.npy'"):
+    with pytest.raises(DataError, match=r"expected files that do not change, got .*a\.npy'"):
         Dataset.load(tmp_path / "run", facts, read).train.take(np.arange(2))
 
 
