@@ -178,7 +178,7 @@ def test_a_file_that_names_a_model_of_another_type_is_refused(tmp_path):
 @pytest.mark.parametrize("name", ["musicgen", "dots3_note"])
 def test_a_type_of_several_texts_or_of_unequal_layers_is_no_raw_error(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
-    with pytest.raises(ConfigError, match="one text model, equal in all layers; got .* Use anoth"):
+    with pytest.raises(ConfigError, match=r"one text model, equal in all layers; got .* Use anoth"):
         config_from_folder(ModelConfig(name_or_path=str(tmp_path)))
 
 
