@@ -1,12 +1,14 @@
 """Ranks that others launched meet too; a process that nobody launched has no group."""
 
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +16,14 @@ from fullshard.config.environment import LaunchEnvironment, Launcher
 from fullshard.config.schema import LaunchConfig
 from fullshard.errors import ConfigError, HangError
 from fullshard.launch import machine, rendezvous
-from fullshard.launch.exit_codes import SAVE_SIGNALS, RankFailure, Stopped, handled, raise_stopped
+from fullshard.launch.exit_codes import (
+    SAVE_SIGNALS,
+    ExitCode,
+    RankFailure,
+    Stopped,
+    handled,
+    raise_stopped,
+)
 from support import forked as subprocess
 from support.processes import free_port, wait_until
 
@@ -269,14 +278,19 @@ def test_every_start_of_all_ranks_has_a_number_of_its_own():
     assert [*found, start(2)] == [{1}, {2}, {4}]
 
 
+def joining(store, machine, num_machines=4, ranks=2):
+    """The launcher of a machine."""
+    machines = SimpleNamespace(machine_rank=machine, num_machines=num_machines)
+    return rendezvous.OtherMachines(store, machines, range(machine * ranks, (machine + 1) * ranks))
+
+
 @pytest.fixture
 def launchers():
     """Launchers of three machines; the first serves the store."""
     served = rendezvous.LaunchStore()
     served.serve()
     there = rendezvous.LaunchStore(port=served.port, served_here=False)
-    found = [rendezvous.OtherMachines(served, serves=True)]
-    found += [rendezvous.OtherMachines(there, serves=False) for _ in range(2)]
+    found = [joining(served, 0), *(joining(there, machine) for machine in (1, 2))]
     wait_until(lambda: served.store.add(rendezvous.LISTENING, 0) == 3, 20, "all to listen")
     return served, found
 
@@ -288,7 +302,7 @@ def test_the_first_failure_of_a_machine_is_known_on_all(launchers, first):
     leaving = threading.Thread(target=machines[first].leave, args=(failure,))
     leaving.start()
     there = rendezvous.LaunchStore(port=served.port, served_here=False)
-    late = rendezvous.OtherMachines(there, serves=False)
+    late = joining(there, 3)
     wait_until(lambda: all(one.failure for one in (*machines, late)), 20, "all to know it")
     asked = []  # by the next attempt, which must not meet at this store
     again = (there.host, there.port), lambda: asked.append(1)
@@ -302,6 +316,23 @@ def test_the_first_failure_of_a_machine_is_known_on_all(launchers, first):
     served.close()
     waiting.join(20)
     assert not waiting.is_alive()
+
+
+def test_launchers_with_other_numbers_of_ranks_or_one_machine_rank_end(launchers, monkeypatch):
+    served, machines = launchers
+    there = rendezvous.LaunchStore(port=served.port, served_here=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    twice = joining(there, 1)
+    wait_until(lambda: twice.failure, 20, "the second launcher of machine 1 to be refused")
+    assert re.search(r"node-rank: .* got 1 for process .* host another, which process", twice.failure.text)
+    assert not any(one.failure for one in machines)
+    other = joining(there, 3, ranks=3)
+    wait_until(lambda: all(one.failure for one in (*machines, other)), 20, "all to know it")
+    for one in (*machines, other):
+        assert one.failure.exit_code == ExitCode.CONFIG
+        assert "--nnodes 4 and --nproc-per-node 3 on machine 3" in one.failure.message
+        assert "and --nnodes 4 and --nproc-per-node 2 on machine" in one.failure.message
+        one.leave(one.failure)
 
 
 @pytest.mark.parametrize("how", ["ended", "killed"])

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
+    from fullshard.config.schema import LaunchConfig
+
 Made = TypeVar("Made")
 ASKED, STARTS = "fullshard/asked", "fullshard/starts"  # counts of a store
 ANSWER = "fullshard/start_for/{}"  # by question: the start of the rank that asked it
@@ -61,6 +63,7 @@ GOODBYE_S = 10.0  # for all ranks to read how rank 0 ended
 _GROUPS = count()  # a process may destroy its group and make another one: without old addresses
 END = "fullshard/end"  # how a launch on several machines ended: its first failure, or null
 LISTENING, HEARD = "fullshard/listening", "fullshard/heard"  # counts of launchers
+MACHINE, WORLD = "fullshard/machine/{}", "fullshard/world"  # its launcher; how many ranks, and who
 LISTEN_S = 0.5
 OLD_STORE_S = 60.0  # for another machine to end its ranks, which may not notice a failure
 _SERVED: list[LaunchStore] = []  # stores served by this process as rank 0 of another launcher
@@ -516,16 +519,23 @@ class OtherMachines:
                         its failure --> store
         launcher 0      its end --> store, which it serves until the others have read the end
 
+    The first launcher counts: one of the same machine rank leaves; if one has other numbers of
+    machines or ranks, all end.
+
     Args:
         store: Store of the launch.
-        serves: Whether this launcher serves it.
+        machines: Number of machines, and this one's; the launcher of machine 0 serves the store.
+        ranks: Ranks of this machine.
     """
 
-    def __init__(self, store: LaunchStore, *, serves: bool) -> None:
+    def __init__(self, store: LaunchStore, machines: LaunchConfig, ranks: range) -> None:
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
         self.failure: RankFailure | None = None
-        self._place, self._serves, self._open = (store.host, store.port), serves, TCPStore
+        self._place, self._open = (store.host, store.port), TCPStore
+        self._machine, self._serves = machines.machine_rank, machines.machine_rank == 0
+        self._world = f"--nnodes {machines.num_machines} and --nproc-per-node {len(ranks)}"
+        self._first_rank = ranks[0]
         self._own: RankFailure | None = None
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -572,9 +582,31 @@ class OtherMachines:
             with contextlib.suppress(OSError, RuntimeError):
                 socket.create_connection(self._place, timeout=10.0).close()
                 store = self._open(*self._place, is_master=False, timeout=timedelta(seconds=30))
-                store.add(LISTENING, 1)  # first: the store stays until we have read the end
-                return store
+                return self._joined(store)
         return None
+
+    def _joined(self, store: Store) -> Store | None:
+        """The store of this launch, if this launcher may take part; sets the failure if not."""
+        name, machine = f"process {os.getpid()} on host {socket.gethostname()}", self._machine
+        if (other := store.compare_set(MACHINE.format(machine), "", name).decode()) != name:
+            self.failure = self._refused(
+                f"--node-rank: expected a number of its own for each machine; got {machine} for "
+                f"{name}, which {other} has. Number the machines from 0."
+            )
+            return None
+        store.add(LISTENING, 1)  # first: the store stays until we have read the end
+        own = json.dumps([self._world, f"machine {machine} ({name})"])
+        world, who = json.loads(store.compare_set(WORLD, "", own))
+        if world != self._world:
+            refused = self._refused(
+                f"launch: expected the same number of ranks on all machines; got {self._world} on "
+                f"machine {machine} ({name}), and {world} on {who}. Start all with the same."
+            )
+            store.compare_set(END, "", json.dumps(asdict(refused)))
+        return store
+
+    def _refused(self, said: str) -> RankFailure:
+        return RankFailure.of(ConfigError(said), self._first_rank)
 
 
 def _bound(host: str, port: int) -> socket.socket:
