@@ -220,13 +220,17 @@ def test_an_interface_that_is_not_there_is_named(torchrun):
         rendezvous.init_process_group(5.0)
 
 
-def test_rank_0_that_nobody_joins_names_the_variables(torchrun, monkeypatch, caplog):
+def test_a_rank_that_nobody_joins_says_for_whom_it_waits_and_names_the_variables(torchrun, monkeypatch, caplog):
     """Such as a shell with RANK of an older launch: torch's error had a traceback."""
     monkeypatch.setattr(rendezvous, "WAITING_S", 0.2)
     torchrun(size=2, port=free_port())
     with pytest.raises(HangError, match=r"expected 2 ranks, got 1 in 1 s .*\. Start all"):
         rendezvous.init_process_group(1.0)
     assert "rank 0 waits for 1 of 2 ranks (WORLD_SIZE); if it is alone, unset RANK" in caplog.text
+    torchrun(rank=1, size=2, port=(port := free_port()))
+    with pytest.raises(HangError, match="expected rank 0's store at"):
+        rendezvous.init_process_group(1.0)
+    assert f"rank 1 waits for rank 0 at 127.0.0.1:{port}; if it is alone, unset" in caplog.text
 
 
 @pytest.mark.parametrize(("rank", "error"), [("0", ConfigError), ("1", HangError)])

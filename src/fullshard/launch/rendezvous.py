@@ -299,7 +299,7 @@ def _await_store(launch: LaunchEnvironment, place: tuple[str, int], timeout_s: f
             return False
         return True
 
-    if not wait_until(answers, timeout_s):
+    if not _wait(launch, answers, timeout_s, lambda: f"rank 0 at {place[0]}:{place[1]}"):
         why = getattr(whys[0], "strerror", None) or whys[0]
         raise _unreachable(launch, f"{why} for {timeout_s:g} s (launch.timeout)") from whys[0]
 
@@ -340,7 +340,7 @@ def number_of_start(store: Store, launch: LaunchEnvironment, timeout_s: float) -
     """
     if launch.rank != 0:
         answer = ANSWER.format(store.add(ASKED, 1))
-        if not wait_until(lambda: store.check([answer]), timeout_s):
+        if not _wait(launch, lambda: store.check([answer]), timeout_s, lambda: "rank 0"):
             raise _unreachable(launch, f"no word of rank 0 for {timeout_s:g} s (launch.timeout)")
         start = int(store.get(answer))
         store.add(JOINED.format(start), 1)
@@ -354,20 +354,30 @@ def number_of_start(store: Store, launch: LaunchEnvironment, timeout_s: float) -
             store.set(ANSWER.format(answered), str(start))
         return store.add(JOINED.format(start), 0) + 1
 
-    soon = min(WAITING_S, timeout_s)
-    if not wait_until(lambda: num_ranks() >= size, soon):
-        logging.getLogger("fullshard").warning(
-            "rank 0 waits for %d of %d ranks (WORLD_SIZE); if it is alone, unset RANK",
-            size - num_ranks(),
-            size,
-        )
-    if not wait_until(lambda: num_ranks() >= size, timeout_s - soon):
+    lacks = lambda: f"{size - num_ranks()} of {size} ranks (WORLD_SIZE)"  # noqa: E731
+    if not _wait(launch, lambda: num_ranks() >= size, timeout_s, lacks):
         raise HangError(
             f"WORLD_SIZE: expected {size} ranks, got {num_ranks()} in {timeout_s:g} s "
             "(launch.timeout). Start all of them, with one MASTER_ADDR and MASTER_PORT; or unset "
             "RANK, which an older launch may have left."
         )
     return start
+
+
+def _wait(
+    launch: LaunchEnvironment,
+    until: Callable[[], bool],
+    timeout_s: float,
+    whom: Callable[[], str],
+) -> bool:
+    """As `wait_until`; says after some seconds for whom this rank waits."""
+    if wait_until(until, soon := min(WAITING_S, timeout_s)):
+        return True
+    logger = logging.getLogger("fullshard.preparing")
+    logger.setLevel(logging.INFO)  # also if ranks other than 0 log errors only
+    said = "rank %d waits for %s; if it is alone, unset RANK"
+    logger.warning(said, launch.rank, whom())
+    return wait_until(until, timeout_s - soon)
 
 
 def _port_of_rank_0(launch: LaunchEnvironment, timeout_s: float) -> int:
@@ -384,7 +394,7 @@ def _port_of_rank_0(launch: LaunchEnvironment, timeout_s: float) -> int:
     def is_there() -> bool:
         return file.is_file() and file.stat().st_uid == os.getuid()
 
-    if not wait_until(is_there, timeout_s, 0.05):
+    if not _wait(launch, is_there, timeout_s, lambda: "rank 0"):
         raise HangError(f"rendezvous: expected rank 0 to write {file}; it did not.")
     return int(file.read_text())
 
