@@ -220,7 +220,7 @@ def test_an_interface_that_is_not_there_is_named(torchrun):
         rendezvous.init_process_group(5.0)
 
 
-def test_a_rank_that_nobody_joins_says_for_whom_it_waits_and_names_the_variables(torchrun, monkeypatch, caplog):
+def test_a_rank_that_nobody_joins_says_for_whom_it_waits(torchrun, monkeypatch, caplog):
     """Such as a shell with RANK of an older launch: torch's error had a traceback."""
     monkeypatch.setattr(rendezvous, "WAITING_S", 0.2)
     torchrun(size=2, port=free_port())
@@ -328,7 +328,8 @@ def test_launchers_with_other_numbers_of_ranks_or_one_machine_rank_end(launchers
     monkeypatch.setattr(socket, "gethostname", lambda: "another")
     twice = joining(there, 1)
     wait_until(lambda: twice.failure, 20, "the second launcher of machine 1 to be refused")
-    assert re.search(r"node-rank: .* got 1 for process .* host another, which process", twice.failure.text)
+    said = r"node-rank: .* got 1 for process .* host another, which process"
+    assert re.search(said, twice.failure.text)
     assert not any(one.failure for one in machines)
     other = joining(there, 3, ranks=3)
     wait_until(lambda: all(one.failure for one in (*machines, other)), 20, "all to know it")

@@ -153,7 +153,7 @@ class Supervisor:
         if failure is None:
             return None
         self._told_s = self._told_s or time.monotonic()
-        patience = PREEMPT_S * (failure.exit_code != ExitCode.CONFIG)  # after which nothing is saved
+        patience = PREEMPT_S * (failure.exit_code != ExitCode.CONFIG)  # then nothing is saved
         return failure if time.monotonic() - self._told_s > patience else None
 
     def end_all(self, patience_s: float = TERMINATE_S) -> None:
