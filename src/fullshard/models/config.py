@@ -316,7 +316,7 @@ def _check_family(config: PretrainedConfig, file: Path) -> None:
     """Raises ConfigError if a file names a model of another type than its own, which counts."""
     import transformers
 
-    own = type(config), transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    own: Any = type(config), transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     packages = {one.__module__.rpartition(".")[0] for one in own}  # some types have other's models
     for name in config.architectures or ():
         package = getattr(getattr(transformers, name, None), "__module__", "").rpartition(".")[0]
