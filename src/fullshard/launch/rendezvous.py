@@ -299,7 +299,7 @@ def _await_store(launch: LaunchEnvironment, place: tuple[str, int], timeout_s: f
             return False
         return True
 
-    if not _wait(launch, answers, timeout_s, lambda: f"rank 0 at {place[0]}:{place[1]}"):
+    if not _wait(launch.rank, f"rank 0 at {place[0]}:{place[1]}", answers, timeout_s):
         why = getattr(whys[0], "strerror", None) or whys[0]
         raise _unreachable(launch, f"{why} for {timeout_s:g} s (launch.timeout)") from whys[0]
 
@@ -340,7 +340,7 @@ def number_of_start(store: Store, launch: LaunchEnvironment, timeout_s: float) -
     """
     if launch.rank != 0:
         answer = ANSWER.format(store.add(ASKED, 1))
-        if not _wait(launch, lambda: store.check([answer]), timeout_s, lambda: "rank 0"):
+        if not _wait(launch.rank, "rank 0", lambda: store.check([answer]), timeout_s):
             raise _unreachable(launch, f"no word of rank 0 for {timeout_s:g} s (launch.timeout)")
         start = int(store.get(answer))
         store.add(JOINED.format(start), 1)
@@ -354,8 +354,7 @@ def number_of_start(store: Store, launch: LaunchEnvironment, timeout_s: float) -
             store.set(ANSWER.format(answered), str(start))
         return store.add(JOINED.format(start), 0) + 1
 
-    lacks = lambda: f"{size - num_ranks()} of {size} ranks (WORLD_SIZE)"  # noqa: E731
-    if not _wait(launch, lambda: num_ranks() >= size, timeout_s, lacks):
+    if not _wait(0, f"all of {size} ranks (WORLD_SIZE)", lambda: num_ranks() >= size, timeout_s):
         raise HangError(
             f"WORLD_SIZE: expected {size} ranks, got {num_ranks()} in {timeout_s:g} s "
             "(launch.timeout). Start all of them, with one MASTER_ADDR and MASTER_PORT; or unset "
@@ -364,19 +363,13 @@ def number_of_start(store: Store, launch: LaunchEnvironment, timeout_s: float) -
     return start
 
 
-def _wait(
-    launch: LaunchEnvironment,
-    until: Callable[[], bool],
-    timeout_s: float,
-    whom: Callable[[], str],
-) -> bool:
+def _wait(rank: int, whom: str, until: Callable[[], bool], timeout_s: float) -> bool:
     """As `wait_until`; says after some seconds for whom this rank waits."""
     if wait_until(until, soon := min(WAITING_S, timeout_s)):
         return True
     logger = logging.getLogger("fullshard.preparing")
     logger.setLevel(logging.INFO)  # also if ranks other than 0 log errors only
-    said = "rank %d waits for %s; if it is alone, unset RANK"
-    logger.warning(said, launch.rank, whom())
+    logger.warning("rank %d waits for %s; if it is alone, unset RANK", rank, whom)
     return wait_until(until, timeout_s - soon)
 
 
@@ -394,7 +387,7 @@ def _port_of_rank_0(launch: LaunchEnvironment, timeout_s: float) -> int:
     def is_there() -> bool:
         return file.is_file() and file.stat().st_uid == os.getuid()
 
-    if not _wait(launch, is_there, timeout_s, lambda: "rank 0"):
+    if not _wait(launch.rank, "rank 0", is_there, timeout_s):
         raise HangError(f"rendezvous: expected rank 0 to write {file}; it did not.")
     return int(file.read_text())
 
@@ -599,24 +592,23 @@ class OtherMachines:
         """The store of this launch, if this launcher may take part; sets the failure if not."""
         name, machine = f"process {os.getpid()} on host {socket.gethostname()}", self._machine
         if (other := store.compare_set(MACHINE.format(machine), "", name).decode()) != name:
-            self.failure = self._refused(
+            twice = ConfigError(
                 f"--node-rank: expected a number of its own for each machine; got {machine} for "
                 f"{name}, which {other} has. Number the machines from 0."
             )
+            self.failure = RankFailure.of(twice, self._first_rank)
             return None
         store.add(LISTENING, 1)  # first: the store stays until we have read the end
         own = json.dumps([self._world, f"machine {machine} ({name})"])
         world, who = json.loads(store.compare_set(WORLD, "", own))
         if world != self._world:
-            refused = self._refused(
+            differs = ConfigError(
                 f"launch: expected the same number of ranks on all machines; got {self._world} on "
                 f"machine {machine} ({name}), and {world} on {who}. Start all with the same."
             )
-            store.compare_set(END, "", json.dumps(asdict(refused)))
+            failure = RankFailure.of(differs, self._first_rank)
+            store.compare_set(END, "", json.dumps(asdict(failure)))
         return store
-
-    def _refused(self, said: str) -> RankFailure:
-        return RankFailure.of(ConfigError(said), self._first_rank)
 
 
 def _bound(host: str, port: int) -> socket.socket:
