@@ -28,6 +28,7 @@ from fullshard.config.values import nearest
 from fullshard.engine._torch_compat import has_version, storage_key
 from fullshard.engine.cuts import Cut
 from fullshard.engine.engine import Engine, engine_of
+from fullshard.engine.hugging_face import some
 from fullshard.engine.owned import owns_states
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.state import (
@@ -111,7 +112,22 @@ def check_loads(found: Found, model: nn.Module, kind: str) -> None:
         except CheckpointError:
             return
         _keys_of(checkpoint, wanted)
-        _check_kind(checkpoint, kind)
+        groups = _check_kind(checkpoint, kind)["groups"]
+        with untrusted(f"checkpoint '{checkpoint.path}'", "what fs.save wrote"):
+            if isinstance(groups, list):  # else they differ between ranks
+                _check_trained(checkpoint, {n for group in groups for n in group["params"]}, model)
+
+
+def _check_trained(checkpoint: Checkpoint, before: set[str], model: nn.Module) -> None:
+    now = {name for name, param in model.named_parameters() if param.requires_grad}
+    for other, who in ((before - now, "it"), (now - before, "this run")):
+        if other:
+            raise CheckpointError(
+                "freeze: expected to train the same parameters as the checkpoint "
+                f"'{checkpoint.path}', which has the optimizer's states of them; only {who} trains "
+                f"{some(sorted(other))}. Set the freeze of its run, or export it and start from "
+                "that folder."
+            )
 
 
 def load_open(

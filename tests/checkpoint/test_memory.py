@@ -173,10 +173,12 @@ def end_and_measure(folder):
     # A huge page counts whole, and the kernel gives them or not: measurements differed by 3 MiB.
     assert ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0
     model, config, tokenizer = sharded_llama()
-    export = partial(save_model, model, config, tokenizer, max_file_bytes=4 * BLOCK)
-    export(folder / "warm")
-    return_free_memory()
-    (exported,) = taken_by(partial(export, folder / "model"), lambda: bytes_of(os.getpid())[:1])
+    export = partial(save_model, model, config, tokenizer)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("fullshard.models.build.MAX_FILE_BYTES", 4 * BLOCK)
+        export(folder / "warm")
+        return_free_memory()
+        (exported,) = taken_by(partial(export, folder / "model"), lambda: bytes_of(os.getpid())[:1])
     del model, export
     request = Request(folder / "model", ("a",), SamplingSettings(2))
     generate(request, is_sharded=True)  # imports

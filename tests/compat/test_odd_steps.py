@@ -13,6 +13,7 @@ from torch.distributed import get_rank as rank
 from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from fullshard.compat.fsdp1 import ModuleWrapPolicy, ShardingStrategy, always_wrap_policy
 from fullshard.compat.fsdp2 import fully_shard
+from fullshard.errors import UnsupportedModelError
 from support.compat import TOLERANCE, TransformerBlock, build, loss_of
 from support.ranks import on_ranks
 
@@ -113,6 +114,40 @@ def test_frozen_parameters_train_as_in_one_process():
                 optimizer.zero_grad()
         for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             assert torch.allclose(ours.full_tensor(), theirs, atol=TOLERANCE)
+
+
+@on_ranks(2)
+def test_layers_frozen_in_a_forward_alone_get_no_gradient():
+    """From the first forward on, which makes the plan; they are thawed before the backward."""
+    for wrap in WRAPS:
+        torch.manual_seed(0)
+        net = Parts()
+        reference = copy.deepcopy(net)
+        model = wrap(net)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+        for part in ("a", "c", "b", "a"):
+            grads = []
+            for one, layers, seats in ((model, net, [rank()]), (reference, reference, [0, 1])):
+                getattr(layers, part).requires_grad_(False)
+                loss = losses(one, "all", seats)
+                layers.requires_grad_(True)
+                loss.backward()
+                grads.append([p.grad is None for p in one.parameters()])
+            assert grads[0] == grads[1]
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.allclose(ours.full_tensor(), theirs, atol=TOLERANCE)
+
+
+@on_ranks(1)
+def test_a_layer_of_two_sharded_models_is_named_with_the_way_out():
+    layer = nn.Linear(4, 4)
+    first, second = (fully_shard(nn.Sequential(nn.Linear(4, 4), layer)) for _ in range(2))
+    first(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(UnsupportedModelError, match=r"another sharded model has it, too\. Put mod"):
+        second(torch.ones(1, 4))
 
 
 @on_ranks(2)

@@ -310,6 +310,25 @@ def test_unsharded_shows_the_dtensors_of_the_other_axes():
 
 
 @on_ranks(4, timeout=100)
+def test_a_weight_that_its_own_forward_freezes_stays_frozen():
+    def freeze(layer, _):
+        layer.weight.requires_grad_(False)
+
+    alone, reference = trained_alone()
+    model, optimizer = cut_and_sharded(copy.deepcopy(alone))
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    for one, its in ((alone, reference), (model, optimizer)):
+        down = one.blocks[0].down
+        down.register_forward_pre_hook(freeze)
+        for step in (7, 8):
+            train_net(one, step, 0)
+            its.step()
+        assert not down.weight.requires_grad
+        assert down.weight.grad is None
+    assert_near(fs.full_state_dict(model, rank0_only=False), alone.state_dict())
+
+
+@on_ranks(4, timeout=100)
 def test_an_infinity_on_one_rank_skips_the_step_on_all():
     """An infinity in one rank's elements skips the step on all ranks; the next step is taken."""
     alone, reference = trained_alone()

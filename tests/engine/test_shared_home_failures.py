@@ -135,19 +135,22 @@ def losses_of(transport, before_steps):
 def test_forked_children_do_no_harm(transport):
     """A forked child, as a data loader's worker is, that outlives the steps beside it.
 
-    Its calls that announce writes or send messages raise errors, and it cannot reach the memory of
-    all ranks. Memory of this rank alone was copied.
+    Its calls that announce writes or send messages raise errors, as do reads of shards in the
+    memory of all ranks, which it cannot reach. Memory of this rank alone was copied.
     """
     told, end = os.pipe()
     is_shared = transport == "shared"
     children = []
 
-    def use(model):
+    def use(model, aliases):
         if os.fork() == 0:
             faulthandler.disable()
-            for p in model.parameters():
-                p.to_local().zero_()
+            for alias in aliases:
+                alias.zero_()
             os._exit(0)
+        weight = model.stem.weight
+        for read in (weight.to_local, weight.clone, lambda: weight + 1):
+            assert ("forked process" in str(error_of(read))) is is_shared
         last = model.stem.weight.zero_ if is_shared else lambda: fs.global_norm(model.parameters())
         calls = (lambda: model(vectors(0, 0)["x"]), lambda: fs.full_state_dict(model), last)
         with torch.no_grad():
@@ -156,12 +159,13 @@ def test_forked_children_do_no_harm(transport):
         time.sleep(60)
 
     def fork(model):
+        aliases = [p.to_local() for p in model.parameters()]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12's, of threads, fork
             children.append(os.fork())
             if children[0] == 0:
                 try:
-                    use(model)
+                    use(model, aliases)
                 finally:
                     os._exit(1)
         os.close(end)

@@ -1,12 +1,14 @@
 """Ranks that others launched meet too; a process that nobody launched has no group."""
 
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +16,14 @@ from fullshard.config.environment import LaunchEnvironment, Launcher
 from fullshard.config.schema import LaunchConfig
 from fullshard.errors import ConfigError, HangError
 from fullshard.launch import machine, rendezvous
-from fullshard.launch.exit_codes import SAVE_SIGNALS, RankFailure, Stopped, handled, raise_stopped
+from fullshard.launch.exit_codes import (
+    SAVE_SIGNALS,
+    ExitCode,
+    RankFailure,
+    Stopped,
+    handled,
+    raise_stopped,
+)
 from support import forked as subprocess
 from support.processes import free_port, wait_until
 
@@ -211,13 +220,17 @@ def test_an_interface_that_is_not_there_is_named(torchrun):
         rendezvous.init_process_group(5.0)
 
 
-def test_rank_0_that_nobody_joins_names_the_variables(torchrun, monkeypatch, caplog):
+def test_a_rank_that_nobody_joins_says_for_whom_it_waits(torchrun, monkeypatch, caplog):
     """Such as a shell with RANK of an older launch: torch's error had a traceback."""
     monkeypatch.setattr(rendezvous, "WAITING_S", 0.2)
     torchrun(size=2, port=free_port())
     with pytest.raises(HangError, match=r"expected 2 ranks, got 1 in 1 s .*\. Start all"):
         rendezvous.init_process_group(1.0)
-    assert "rank 0 waits for 1 of 2 ranks (WORLD_SIZE); if it is alone, unset RANK" in caplog.text
+    assert "rank 0 waits for all of 2 ranks (WORLD_SIZE); if it is alone, unset" in caplog.text
+    torchrun(rank=1, size=2, port=(port := free_port()))
+    with pytest.raises(HangError, match="expected rank 0's store at"):
+        rendezvous.init_process_group(1.0)
+    assert f"rank 1 waits for rank 0 at 127.0.0.1:{port}; if it is alone, unset" in caplog.text
 
 
 @pytest.mark.parametrize(("rank", "error"), [("0", ConfigError), ("1", HangError)])
@@ -269,14 +282,19 @@ def test_every_start_of_all_ranks_has_a_number_of_its_own():
     assert [*found, start(2)] == [{1}, {2}, {4}]
 
 
+def joining(store, machine, num_machines=4, ranks=2):
+    """The launcher of a machine."""
+    machines = SimpleNamespace(machine_rank=machine, num_machines=num_machines)
+    return rendezvous.OtherMachines(store, machines, range(machine * ranks, (machine + 1) * ranks))
+
+
 @pytest.fixture
 def launchers():
     """Launchers of three machines; the first serves the store."""
     served = rendezvous.LaunchStore()
     served.serve()
     there = rendezvous.LaunchStore(port=served.port, served_here=False)
-    found = [rendezvous.OtherMachines(served, serves=True)]
-    found += [rendezvous.OtherMachines(there, serves=False) for _ in range(2)]
+    found = [joining(served, 0), *(joining(there, machine) for machine in (1, 2))]
     wait_until(lambda: served.store.add(rendezvous.LISTENING, 0) == 3, 20, "all to listen")
     return served, found
 
@@ -288,7 +306,7 @@ def test_the_first_failure_of_a_machine_is_known_on_all(launchers, first):
     leaving = threading.Thread(target=machines[first].leave, args=(failure,))
     leaving.start()
     there = rendezvous.LaunchStore(port=served.port, served_here=False)
-    late = rendezvous.OtherMachines(there, serves=False)
+    late = joining(there, 3)
     wait_until(lambda: all(one.failure for one in (*machines, late)), 20, "all to know it")
     asked = []  # by the next attempt, which must not meet at this store
     again = (there.host, there.port), lambda: asked.append(1)
@@ -302,6 +320,24 @@ def test_the_first_failure_of_a_machine_is_known_on_all(launchers, first):
     served.close()
     waiting.join(20)
     assert not waiting.is_alive()
+
+
+def test_launchers_with_other_numbers_of_ranks_or_one_machine_rank_end(launchers, monkeypatch):
+    served, machines = launchers
+    there = rendezvous.LaunchStore(port=served.port, served_here=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    twice = joining(there, 1)
+    wait_until(lambda: twice.failure, 20, "the second launcher of machine 1 to be refused")
+    said = r"node-rank: .* got 1 for process .* host another, which process"
+    assert re.search(said, twice.failure.text)
+    assert not any(one.failure for one in machines)
+    other = joining(there, 3, ranks=3)
+    wait_until(lambda: all(one.failure for one in (*machines, other)), 20, "all to know it")
+    for one in (*machines, other):
+        assert one.failure.exit_code == ExitCode.CONFIG
+        assert "--nnodes 4 and --nproc-per-node 3 on machine 3" in one.failure.message
+        assert "and --nnodes 4 and --nproc-per-node 2 on machine" in one.failure.message
+        one.leave(one.failure)
 
 
 @pytest.mark.parametrize("how", ["ended", "killed"])

@@ -51,30 +51,24 @@ class _Upload:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._descriptor, self._aside = tempfile.mkstemp(prefix="objects-")
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  unnamed: a kill leaves nothing
         self.closed = False
 
     def write(self, data: Any) -> int:
-        return os.write(self._descriptor, data)
+        return self._file.write(data)
 
     def close(self) -> None:
         _ask("put", self._path)
-        self._end()
         Path(self._path).parent.mkdir(parents=True, exist_ok=True)
-        data = Path(self._aside).read_bytes()
+        self._file.seek(0)
         aside = f"{self._path}.{os.getpid()}.upload"
-        Path(aside).write_bytes(data)
+        Path(aside).write_bytes(self._file.read())
         os.replace(aside, self._path)  # noqa: PTH105  how this double makes an object appear
-        Path(self._aside).unlink()
+        self.discard()
 
     def discard(self) -> None:
-        self._end()
-        Path(self._aside).unlink()
-
-    def _end(self) -> None:
-        if not self.closed:
-            self.closed = True
-            os.close(self._descriptor)
+        self.closed = True
+        self._file.close()
 
     def __enter__(self) -> _Upload:
         return self

@@ -242,6 +242,41 @@ def test_tokens_that_change_in_place_while_they_are_mapped_are_refused(tmp_path,
         tokens(mapped)
 
 
+@pytest.mark.parametrize("change", ["in place", "copy", "copy, in place"])
+def test_one_token_that_changes_before_ranks_map_it_is_refused(tmp_path, tokenizer, change):
+    np.save(tmp_path / "a.npy", np.random.default_rng(0).integers(0, 200, 1000, "uint16"))
+    make_dataset([text_source(tmp_path / "a.npy")], NO_HOLD_OUT, tokenizer).save(tmp_path / "run")
+    _, facts, read = load_facts(tmp_path / "run")
+    expected = tokens(Dataset.load(tmp_path / "run", facts, read))
+    mapped_once.cache_clear()  # as of a rank that is started again
+    before = (tmp_path / "a.npy").stat()
+    if "copy" in change:
+        shutil.copy2(tmp_path / "a.npy", tmp_path / "b.npy")
+        (tmp_path / "b.npy").replace(tmp_path / "a.npy")
+        assert tokens(Dataset.load(tmp_path / "run", facts, read)) == expected
+        mapped_once.cache_clear()
+    if "in place" in change:
+        with (tmp_path / "a.npy").open("r+b") as file:
+            file.seek(130)  # the second token, which is not in the sample
+            file.write(b"\xff")
+        os.utime(tmp_path / "a.npy", ns=(before.st_atime_ns, before.st_mtime_ns))
+        with pytest.raises(DataError, match="expected the tokens from when the run was prepared"):
+            tokens(Dataset.load(tmp_path / "run", facts, read))
+
+
+def test_a_part_of_a_stream_that_changed_before_it_was_reached_is_refused(tmp_path, tokenizer):
+    np.save(tmp_path / "a.npy", np.random.default_rng(0).integers(0, 200, 1000, "uint16"))
+    streamed = DatasetSettings(16, 300, DataConfig(validation_fraction=0, streaming=True))
+    make_dataset([text_source(tmp_path / "a.npy")], streamed, tokenizer).save(tmp_path / "run")
+    _, facts, read = load_facts(tmp_path / "run")
+    with (tmp_path / "a.npy").open("r+b") as file:
+        file.seek(130)
+        file.write(b"\xff")
+    mapped_once.cache_clear()
+    with pytest.raises(DataError, match=r"expected files that do not change, got .*a\.npy'"):
+        Dataset.load(tmp_path / "run", facts, read).train.take(np.arange(2))
+
+
 def test_a_source_with_too_few_tokens_is_named_with_its_own_count(tmp_path, tokenizer):
     rng = np.random.default_rng(0)
     for name, count in (("a", 31), ("b", 9)):

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,10 +72,11 @@ def test_folder_equals_what_transformers_saves(name, tmp_path):
     model.generation_config.update(do_sample=True, temperature=0.3, eos_token_id=[1, 2])
     model.save_pretrained(tmp_path / "theirs")
     config.name_or_path = tmp_path / "theirs"
-    write_folder(model.state_dict(), config, tokenizer, tmp_path / "whole")
+    texts = generation_text(config)
+    write_folder(model.state_dict(), config, tokenizer, tmp_path / "whole", texts)
     (tmp_path / "ours").mkdir()
     (tmp_path / "ours" / "of a run before").touch()
-    save_model(fs.shard(model), config, tokenizer, tmp_path / "ours")
+    save_model(fs.shard(model), config, tokenizer, tmp_path / "ours", texts=texts)
     given = (tmp_path / "theirs" / "generation_config.json").read_text()
     for folder in ("ours", "whole"):
         assert (tmp_path / folder / "generation_config.json").read_text() == given
@@ -188,11 +190,29 @@ def test_adapters_of_a_student_name_what_was_cut_out_of_its_teacher(tmp_path):
     assert told["base_model_name_or_path"] == "run/student"
 
 
+def test_the_folder_of_the_first_weights_may_be_gone_at_the_end_of_a_run(tmp_path):
+    _, _, model = made("untied llama")
+    model.save_pretrained(first := tmp_path / "first")
+    run = RunConfig(lora={"r": 2}, model=str(first))
+    side = adapted(run)
+    side._session.model_config.name_or_path = str(first)
+    assert side.texts  # read as a run begins, for its checkpoints
+    shutil.rmtree(first)
+    places = {name: tmp_path / name for name in ("model", "adapter", "model_ema", "adapter_ema")}
+    vars(side._session.folder).update(places)
+    side.export(None)
+    told = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert told["base_model_name_or_path"] == str(first)
+    assert (tmp_path / "model" / "generation_config.json").is_file()
+
+
 def on_a_rank(folder, cap):
     config, tokenizer, model = made("mixture of experts")
     if dist.get_rank() == 0:
         model.save_pretrained(folder / "theirs", max_shard_size=cap)
-    return save_model(fs.shard(model), config, tokenizer, folder / "ours", max_file_bytes=cap)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("fullshard.models.build.MAX_FILE_BYTES", cap)
+        return save_model(fs.shard(model), config, tokenizer, folder / "ours")
 
 
 def test_ranks_take_turns_in_writing_files(ranks, tmp_path):
@@ -221,7 +241,9 @@ def on_a_full_disk(folder):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        save_model(model, config, tokenizer, folder / "ours", max_file_bytes=30_000)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("fullshard.models.build.MAX_FILE_BYTES", 30_000)
+            save_model(model, config, tokenizer, folder / "ours")
     except CheckpointError as error:
         return str(error)
     finally:

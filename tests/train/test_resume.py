@@ -306,6 +306,11 @@ def test_a_rank_of_another_launcher_writes_a_page_and_tells_of_the_older_run(tmp
         ),
         (("--resume", "RUN"), 2, "max_steps: expected more than the 24 steps of"),
         (
+            ("--resume", "RUN", "max_steps=26", "freeze=*.layers.0.*"),
+            7,
+            "only it trains model.layers.0.",
+        ),
+        (
             ("--resume", "RUN", "max_steps=26", "model.config.num_hidden_layers=3"),
             7,
             "the checkpoint has no such tensor",

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import struct
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -52,6 +53,8 @@ class TokenFile:
         checksum: Checksum of the tokens; empty if it is not known.
         sample: Checksum of a few tokens of an existing array, from all over the file. It shows that
             the file was replaced, on every machine and without reading the file.
+        identity: See `identity_of`, from when a run was prepared. On that machine, all tokens of
+            another file, or of one that was changed since, are compared.
     """
 
     file: str
@@ -60,6 +63,7 @@ class TokenFile:
     count: int
     checksum: str = ""
     sample: str = ""
+    identity: str = ""
 
     def mapped(self) -> npt.NDArray[np.integer]:
         """The tokens, (count,), read from disk when they are used.
@@ -69,13 +73,13 @@ class TokenFile:
         Raises:
             DataError: See `map_tokens`; also if they were changed in place since the first call.
         """
+        array, seen = mapped_once(self)
         with suppress(OSError):
             now = Path(self.file).stat()
-            before = _SEEN.setdefault(self, now)
-            if now.st_mtime_ns != before.st_mtime_ns and samestat(now, before):
+            if samestat(now, seen[0]) and identity_of(now) != identity_of(seen[0]):
                 map_tokens(self, whole=True)
-                _SEEN[self] = now
-        return mapped_once(self)
+                seen[0] = now
+        return array
 
     def part(self, start: int, stop: int) -> TokenFile:
         """Tokens [start, stop) of these."""
@@ -100,14 +104,28 @@ def map_tokens(tokens: TokenFile, *, whole: bool = False) -> npt.NDArray[np.inte
     with untrusted(f"data: '{tokens.file}'", expected, DataError, "Start the run again."):
         with os.fdopen(open_regular(tokens.file), "rb") as file:
             found = np.memmap(file, tokens.dtype, "r", tokens.offset, (tokens.count,))
+            now = identity_of(os.fstat(file.fileno()))
+        is_here = tokens.identity.startswith(f"{socket.gethostname()} ")
+        whole = whole or (is_here and tokens.identity != now)
         is_other = whole and tokens.checksum not in ("", checksum_of(found))
         if is_other or tokens.sample not in ("", _sample(found)):
             raise ValueError("other tokens")
         return found
 
 
-mapped_once = lru_cache(maxsize=1024)(map_tokens)  # a process may have 65,530 maps
-_SEEN: dict[TokenFile, os.stat_result] = {}  # files when their tokens were compared last
+@lru_cache(maxsize=1024)  # a process may have 65,530 maps
+def mapped_once(tokens: TokenFile) -> tuple[npt.NDArray[np.integer], list[os.stat_result]]:
+    """The tokens of a file, and the file when they were compared last."""
+    return map_tokens(tokens), [Path(tokens.file).stat()]
+
+
+def identity_of(file: os.stat_result) -> str:
+    """Host, and a file of it: another one after any change of the file.
+
+    Its last part cannot be set back, but changes with each link, as runs have to prepared tokens.
+    """
+    changed = file.st_ctime_ns if file.st_nlink == 1 else 0
+    return f"{socket.gethostname()} {file.st_ino} {file.st_mtime_ns} {changed}"
 
 
 def checksum_of(*arrays: npt.NDArray[Any]) -> str:

@@ -36,7 +36,7 @@ from pydantic import TypeAdapter
 
 from fullshard.config.environment import cache_folder
 from fullshard.config.schema import DataConfig, SftConfig
-from fullshard.data.arrays import Rows, TokenFile
+from fullshard.data.arrays import Rows, TokenFile, identity_of
 from fullshard.data.dataset import (
     IGNORED,
     Baseline,
@@ -169,17 +169,18 @@ def load_tokens(folder: Path, length: int, tokenizer: PreTrainedTokenizerBase) -
 
 
 def _linked(tokens: TokenFile, folder: Path, root: Path) -> TokenFile:
-    """Links a prepared file into the run's folder; returns other files unchanged."""
+    """The tokens for a run, with their file's identity; links a prepared file into its folder."""
     file = Path(tokens.file)
     if root not in file.parents:
-        return tokens
+        return replace(tokens, identity=identity_of(file.stat()))
     name = f"{file.parent.name}-{file.name}"
     (folder / name).unlink(missing_ok=True)  # of an earlier start; it may be damaged
     try:
         (folder / name).hardlink_to(file)
     except OSError:  # another file system
         shutil.copyfile(file, folder / name)
-    return replace(tokens, file=f"{folder.name}/{name}")
+    identity = identity_of((folder / name).stat())
+    return replace(tokens, file=f"{folder.name}/{name}", identity=identity)
 
 
 def text_source(

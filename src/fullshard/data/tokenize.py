@@ -225,7 +225,19 @@ def ensure(how: TokenSettings, read: Reader, part: tuple[Path, Shard]) -> TokenF
             # A byte per shard; lockf would not keep the threads of a process apart.
             request = struct.pack("hhqqi0q", fcntl.F_WRLCK, 0, int(file.name[:15], 16), 1, 0)
             fcntl.fcntl(lock, fcntl.F_OFD_SETLKW, request)
-        return _kept(file) or make(file, shard, how, read)
+        tokens = _kept(file) or make(file, shard, how, read)
+    if shard.tokens is not None:  # which may be part of a stream, of files from a while ago
+        _check_same(shard)
+    return tokens
+
+
+def _check_same(shard: Shard) -> None:
+    """Raises DataError if the files of a shard have changed since it was found."""
+    if Shard.of(shard.spans, shard.tokens).name != shard.name:
+        raise DataError(
+            f"data.path: expected files that do not change, got '{shard.spans[0].file}' or one "
+            "after it that changed after the run read it. Start again when it is complete."
+        )
 
 
 def fast_encoder(tokenizer: str) -> Encoder:
@@ -249,11 +261,7 @@ def make(file: Path, shard: Shard, how: TokenSettings, read: Reader) -> TokenFil
     else:
         parts = [np.asarray(ids, how.dtype) for ids in read(shard)]
         array = np.concatenate(parts) if parts else np.empty(0, how.dtype)
-        if Shard.of(shard.spans).name != shard.name:
-            raise DataError(
-                f"data.path: expected files that do not change, got '{shard.spans[0].file}' or one "
-                "after it that changed while it was tokenized. Start again when it is complete."
-            )
+        _check_same(shard)
         aside = file.with_name(f".{file.name}.{os.getpid()}")
         try:
             with aside.open("wb") as opened:

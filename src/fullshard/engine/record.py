@@ -15,6 +15,7 @@ share memory, also ranks without elements, whose tensors have no address.
 from __future__ import annotations
 
 import math
+import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ from fullshard.engine._torch_compat import graph_task_id, no_guard
 from fullshard.engine.guard import READ_NOTHING, misfit
 from fullshard.errors import EngineError
 from fullshard.planner.layout import Slice, clean_name
+from fullshard.transport.base import check_process
+from fullshard.transport.segment import MAPPINGS
 
 if TYPE_CHECKING:
     from fullshard.engine.cuts import Cut
@@ -49,6 +52,15 @@ def before_read(values: Any, name: str | None = None) -> None:
     if name not in READ_NOTHING:
         for call in BEFORE_READ:
             call(values, name)
+
+
+def _forked() -> None:
+    """Reads of shards raise an error where memory is lost. See [Note: forked processes]."""
+    if MAPPINGS:
+        BEFORE_READ.insert(0, lambda *_: check_process(os.getppid()))
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 @dataclass(eq=False, slots=True)

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
+    from fullshard.config.schema import LaunchConfig
+
 Made = TypeVar("Made")
 ASKED, STARTS = "fullshard/asked", "fullshard/starts"  # counts of a store
 ANSWER = "fullshard/start_for/{}"  # by question: the start of the rank that asked it
@@ -61,6 +63,7 @@ GOODBYE_S = 10.0  # for all ranks to read how rank 0 ended
 _GROUPS = count()  # a process may destroy its group and make another one: without old addresses
 END = "fullshard/end"  # how a launch on several machines ended: its first failure, or null
 LISTENING, HEARD = "fullshard/listening", "fullshard/heard"  # counts of launchers
+MACHINE, WORLD = "fullshard/machine/{}", "fullshard/world"  # its launcher; how many ranks, and who
 LISTEN_S = 0.5
 OLD_STORE_S = 60.0  # for another machine to end its ranks, which may not notice a failure
 _SERVED: list[LaunchStore] = []  # stores served by this process as rank 0 of another launcher
@@ -296,7 +299,7 @@ def _await_store(launch: LaunchEnvironment, place: tuple[str, int], timeout_s: f
             return False
         return True
 
-    if not wait_until(answers, timeout_s):
+    if not _wait(launch.rank, f"rank 0 at {place[0]}:{place[1]}", answers, timeout_s):
         why = getattr(whys[0], "strerror", None) or whys[0]
         raise _unreachable(launch, f"{why} for {timeout_s:g} s (launch.timeout)") from whys[0]
 
@@ -337,7 +340,7 @@ def number_of_start(store: Store, launch: LaunchEnvironment, timeout_s: float) -
     """
     if launch.rank != 0:
         answer = ANSWER.format(store.add(ASKED, 1))
-        if not wait_until(lambda: store.check([answer]), timeout_s):
+        if not _wait(launch.rank, "rank 0", lambda: store.check([answer]), timeout_s):
             raise _unreachable(launch, f"no word of rank 0 for {timeout_s:g} s (launch.timeout)")
         start = int(store.get(answer))
         store.add(JOINED.format(start), 1)
@@ -351,20 +354,23 @@ def number_of_start(store: Store, launch: LaunchEnvironment, timeout_s: float) -
             store.set(ANSWER.format(answered), str(start))
         return store.add(JOINED.format(start), 0) + 1
 
-    soon = min(WAITING_S, timeout_s)
-    if not wait_until(lambda: num_ranks() >= size, soon):
-        logging.getLogger("fullshard").warning(
-            "rank 0 waits for %d of %d ranks (WORLD_SIZE); if it is alone, unset RANK",
-            size - num_ranks(),
-            size,
-        )
-    if not wait_until(lambda: num_ranks() >= size, timeout_s - soon):
+    if not _wait(0, f"all of {size} ranks (WORLD_SIZE)", lambda: num_ranks() >= size, timeout_s):
         raise HangError(
             f"WORLD_SIZE: expected {size} ranks, got {num_ranks()} in {timeout_s:g} s "
             "(launch.timeout). Start all of them, with one MASTER_ADDR and MASTER_PORT; or unset "
             "RANK, which an older launch may have left."
         )
     return start
+
+
+def _wait(rank: int, whom: str, until: Callable[[], bool], timeout_s: float) -> bool:
+    """As `wait_until`; says after some seconds for whom this rank waits."""
+    if wait_until(until, soon := min(WAITING_S, timeout_s)):
+        return True
+    logger = logging.getLogger("fullshard.preparing")
+    logger.setLevel(logging.INFO)  # also if ranks other than 0 log errors only
+    logger.warning("rank %d waits for %s; if it is alone, unset RANK", rank, whom)
+    return wait_until(until, timeout_s - soon)
 
 
 def _port_of_rank_0(launch: LaunchEnvironment, timeout_s: float) -> int:
@@ -381,7 +387,7 @@ def _port_of_rank_0(launch: LaunchEnvironment, timeout_s: float) -> int:
     def is_there() -> bool:
         return file.is_file() and file.stat().st_uid == os.getuid()
 
-    if not wait_until(is_there, timeout_s, 0.05):
+    if not _wait(launch.rank, "rank 0", is_there, timeout_s):
         raise HangError(f"rendezvous: expected rank 0 to write {file}; it did not.")
     return int(file.read_text())
 
@@ -516,16 +522,23 @@ class OtherMachines:
                         its failure --> store
         launcher 0      its end --> store, which it serves until the others have read the end
 
+    The first launcher counts: one of the same machine rank leaves; if one has other numbers of
+    machines or ranks, all end.
+
     Args:
         store: Store of the launch.
-        serves: Whether this launcher serves it.
+        machines: Number of machines, and this one's; the launcher of machine 0 serves the store.
+        ranks: Ranks of this machine.
     """
 
-    def __init__(self, store: LaunchStore, *, serves: bool) -> None:
+    def __init__(self, store: LaunchStore, machines: LaunchConfig, ranks: range) -> None:
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
         self.failure: RankFailure | None = None
-        self._place, self._serves, self._open = (store.host, store.port), serves, TCPStore
+        self._place, self._open = (store.host, store.port), TCPStore
+        self._machine, self._serves = machines.machine_rank, machines.machine_rank == 0
+        self._world = f"--nnodes {machines.num_machines} and --nproc-per-node {len(ranks)}"
+        self._first_rank = ranks[0]
         self._own: RankFailure | None = None
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -572,9 +585,30 @@ class OtherMachines:
             with contextlib.suppress(OSError, RuntimeError):
                 socket.create_connection(self._place, timeout=10.0).close()
                 store = self._open(*self._place, is_master=False, timeout=timedelta(seconds=30))
-                store.add(LISTENING, 1)  # first: the store stays until we have read the end
-                return store
+                return self._joined(store)
         return None
+
+    def _joined(self, store: Store) -> Store | None:
+        """The store of this launch, if this launcher may take part; sets the failure if not."""
+        name, machine = f"process {os.getpid()} on host {socket.gethostname()}", self._machine
+        if (other := store.compare_set(MACHINE.format(machine), "", name).decode()) != name:
+            twice = ConfigError(
+                f"--node-rank: expected a number of its own for each machine; got {machine} for "
+                f"{name}, which {other} has. Number the machines from 0."
+            )
+            self.failure = RankFailure.of(twice, self._first_rank)
+            return None
+        store.add(LISTENING, 1)  # first: the store stays until we have read the end
+        own = json.dumps([self._world, f"machine {machine} ({name})"])
+        world, who = json.loads(store.compare_set(WORLD, "", own))
+        if world != self._world:
+            differs = ConfigError(
+                f"launch: expected the same number of ranks on all machines; got {self._world} on "
+                f"machine {machine} ({name}), and {world} on {who}. Start all with the same."
+            )
+            failure = RankFailure.of(differs, self._first_rank)
+            store.compare_set(END, "", json.dumps(asdict(failure)))
+        return store
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -289,8 +289,7 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
                 store.serve()  # now, because importing torch takes seconds
             if not ranks or machines.num_machines == 1:
                 return supervisor.watch(caught)
-            serves = machines.machine_rank == 0
-            others = OtherMachines(store, serves=serves)
+            others = OtherMachines(store, machines, launch.ranks)
             supervisor.elsewhere = lambda: others.failure
             result = supervisor.watch(caught)
             others.leave(result.for_others(machines.machine_rank, launch.ranks[0]))

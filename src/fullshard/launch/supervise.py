@@ -148,12 +148,13 @@ class Supervisor:
             time.sleep(POLL_S)
 
     def _unnoticed(self) -> RankFailure | None:
-        """Failure of another machine which our ranks have had the time to notice."""
+        """Failure of another machine which our ranks have had the time to notice and to save."""
         failure = self.elsewhere() if self.elsewhere else None
         if failure is None:
             return None
         self._told_s = self._told_s or time.monotonic()
-        return failure if time.monotonic() - self._told_s > PREEMPT_S else None
+        patience = PREEMPT_S * (failure.exit_code != ExitCode.CONFIG)  # then nothing is saved
+        return failure if time.monotonic() - self._told_s > patience else None
 
     def end_all(self, patience_s: float = TERMINATE_S) -> None:
         """Sends SIGTERM, then SIGKILL; returns once no process of any rank is left."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -335,11 +336,12 @@ def save_model(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     adapters: Adapters | None = None,
-    max_file_bytes: int = MAX_FILE_BYTES,
+    texts: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
     """Writes configuration, weights, tokenizer and generation settings. A collective.
 
-    Weights are gathered tensor by tensor. The ranks take turns in writing files.
+    Weights are gathered tensor by tensor. The ranks take turns in writing files, of at most
+    `MAX_FILE_BYTES` unless one tensor is larger.
 
     Args:
         model: The sharded model.
@@ -347,7 +349,7 @@ def save_model(
         tokenizer: Tokenizer of the run.
         folder: Folder to write; an existing one is replaced as a whole.
         adapters: Adapters to save on their own and to merge into the weights.
-        max_file_bytes: Largest size of a weight file, unless one tensor is larger.
+        texts: See `generation_text`.
 
     Returns:
         Names of the weight files that this rank wrote.
@@ -367,10 +369,10 @@ def save_model(
                 writing.enter_context(whole_or_nothing(folder, IN_RUN))
                 shell.config.save_pretrained(aside)
                 tokenizer.save_pretrained(aside)
-                _write_generation(config, aside)
+                _write_generation(texts, aside)
 
         engine.agree(begin)
-        written = export_together(engine, source, shell, aside, max_file_bytes)
+        written = export_together(engine, source, shell, aside, MAX_FILE_BYTES)
         engine.agree(writing.close)
         return written
 
@@ -391,6 +393,7 @@ def write_folder(
     config: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
+    texts: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Writes the same folder from full weights in one process, through transformers.
 
@@ -399,6 +402,7 @@ def write_folder(
         config: Configuration of the model.
         tokenizer: Tokenizer of the run.
         folder: Folder to write; an existing one is replaced as a whole.
+        texts: See `generation_text`.
     """
     dtype = next(value.dtype for value in state.values() if value.is_floating_point())
     shell = cast("PreTrainedModel", build_on_meta(config, dtype))
@@ -408,13 +412,14 @@ def write_folder(
     with whole_or_nothing(folder, IN_RUN) as aside:
         shell.save_pretrained(aside, state_dict={n: v for n, v in state.items() if n not in tied})
         tokenizer.save_pretrained(aside)
-        _write_generation(config, aside)
+        _write_generation(texts, aside)
 
 
 def generation_text(config: PretrainedConfig) -> dict[str, str]:
     """generation_config.json, by name, of the folder that a configuration was read from.
 
-    Empty without the file, or if the special tokens are now those of a new tokenizer.
+    Empty without the file, or if the special tokens are now those of a new tokenizer. A run reads
+    it at its start, because the folder may be gone at its end.
     """
     folder = Path(config.name_or_path or os.devnull)
     if not (folder / GENERATION).is_file():
@@ -425,6 +430,6 @@ def generation_text(config: PretrainedConfig) -> dict[str, str]:
     return {GENERATION: (folder / GENERATION).read_text("utf-8")} if len(ends) == 1 else {}
 
 
-def _write_generation(config: PretrainedConfig, folder: Path) -> None:
-    for name, text in generation_text(config).items():
-        (folder / name).write_text(text, encoding="utf-8")
+def _write_generation(texts: Mapping[str, str], folder: Path) -> None:
+    if GENERATION in texts:
+        (folder / GENERATION).write_text(texts[GENERATION], encoding="utf-8")

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fullshard.checkpoint.format import COMPLETE
+from fullshard.checkpoint.format import COMPLETE, CONFIG
 from fullshard.config.regular_files import did_you_mean_path
 from fullshard.config.schema import ModelConfig
 from fullshard.config.values import nearest
 from fullshard.data.arrays import sample_of
 from fullshard.engine.hugging_face import build, last_line, num_ids, read_config, read_model
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, untrusted
 from fullshard.planner.spec import check_any_trained
 
 if TYPE_CHECKING:
@@ -140,6 +140,7 @@ def config_from_folder(model: ModelConfig, section: str = "model") -> Pretrained
     config = read_config(folder, key, trust=model.trust_remote_code)
     if not hasattr(config, "auto_map"):
         _check_has_causal_lm(config.model_type, type(config), key)
+        _check_family(config, folder / CONFIG)
     _check_sizes(config)
     return config
 
@@ -268,6 +269,12 @@ _READS_AHEAD += [("is_causal", False), ("causal", False)]
 _READ_AHEAD = ("cpmant", "xlnet")
 
 
+@untrusted(
+    "the model's configuration",
+    "the sizes of one text model, equal in all layers",
+    ConfigError,
+    "Use another type, such as llama, qwen3 or gpt2.",
+)
 def _check_sizes(config: PretrainedConfig) -> None:
     """Raise ConfigError for impossible sizes, of which building 10M layers would take hours, or for
     attention that reads ahead.
@@ -303,6 +310,22 @@ def _check_has_causal_lm(model_type: str, config_class: type, key: str) -> None:
             f"{key}: expected a type with a causal language model, got '{model_type}', for which "
             "transformers has none. Use another type, such as llama, qwen3 or gpt2."
         )
+
+
+def _check_family(config: PretrainedConfig, file: Path) -> None:
+    """Raises ConfigError if a file names a model of another type than its own, which counts."""
+    import transformers
+
+    own: Any = type(config), transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    packages = {one.__module__.rpartition(".")[0] for one in own}  # some types have other's models
+    for name in config.architectures or ():
+        package = getattr(getattr(transformers, name, None), "__module__", "").rpartition(".")[0]
+        if package.startswith("transformers.models.") and package not in packages:
+            raise ConfigError(
+                f"architectures in '{file}': expected a model of its model_type "
+                f"'{config.model_type}', such as {own[1].__name__}; got {name}. Correct the one "
+                "that is wrong."
+            )
 
 
 def _unknown(key: str, value: object, choices: list[str]) -> str:

@@ -283,8 +283,7 @@ def check_output_dir(output_dir: Path) -> None:
     try:
         places = output_dir.absolute(), *output_dir.absolute().parents
         with contextlib.suppress(FileNotFoundError):
-            names = {entry.name for entry in output_dir.iterdir()}
-            others = {name for name in names if not name.startswith((LOCK, ".run.json."))}
+            others = {entry.name for entry in output_dir.iterdir() if not _is_of_start(entry)}
         with tempfile.TemporaryFile(dir=next(filter(os.path.lexists, places))):
             pass  # permissions do not show read-only mounts or /proc
     except NotADirectoryError:
@@ -298,6 +297,13 @@ def check_output_dir(output_dir: Path) -> None:
             f"{key}: expected an empty folder or an older run, got '{output_dir}' with other "
             "files and no run.json. Use another folder."
         )
+
+
+def _is_of_start(entry: Path) -> bool:
+    """Whether a start that was refused or killed before it wrote run.json may have left it."""
+    if entry.name == "logs" and entry.is_dir():
+        return {file.name for file in entry.iterdir()} <= {"hang.txt"}
+    return entry.name.startswith((LOCK, ".run.json."))
 
 
 def _cannot_be_made(output_dir: Path, why: Exception) -> FullshardError:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -138,7 +139,7 @@ class Trainee(Protocol):
     def evaluated(self, step: int, loop: Loop) -> None:
         """After an evaluation. A collective."""
 
-    @property
+    @cached_property
     def texts(self) -> Mapping[str, str]:
         """Text files of a checkpoint besides the tokenizer's and config.yaml."""
         return {}

@@ -253,6 +253,9 @@ class TorchSide(TorchTrainee, Side):
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        config, folder = session.config, session.folder
+        # Folder of the weights that the run began with, which may be gone at the end.
+        self._base = folder.path / STUDENT if is_cut(config.distill) else weights_folder(config)
         precision = session.config.training.matmul_precision
         if precision is not None:
             torch.set_float32_matmul_precision(precision)
@@ -301,7 +304,7 @@ class TorchSide(TorchTrainee, Side):
             self._check_plan()
         return RankTeam(engine_of(model).transport, seat)
 
-    @property
+    @cached_property
     def texts(self) -> dict[str, str]:
         """The settings of generation that come with the model."""
         return generation_text(self._session.model_config)
@@ -315,12 +318,6 @@ class TorchSide(TorchTrainee, Side):
         check = partial(check_base, self.model, before, self._base, found)
         engine_of(self.model).agree(check)
         return state, found
-
-    @property
-    def _base(self) -> Path | None:
-        """Folder of the weights that the run began with."""
-        config, folder = self._session.config, self._session.folder
-        return folder.path / STUDENT if is_cut(config.distill) else weights_folder(config)
 
     def utilization(self) -> float | None:
         """Model FLOPs utilization at one token per second; None if it is not known."""
@@ -342,7 +339,7 @@ class TorchSide(TorchTrainee, Side):
         run = self._session
         lora = run.config.lora
         adapters = None if lora is None else Adapters(lora, self._base, adapter)
-        save_model(self.model, run.model_config, run.dataset.tokenizer, place, adapters)
+        save_model(self.model, run.model_config, run.dataset.tokenizer, place, adapters, self.texts)
 
     def _check_plan(self) -> None:
         """Warns if the engine's plan differs from the one in the banner, and records it."""

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -180,7 +180,7 @@ class XlaSide(Side):
 
     # ---- for checkpoints
 
-    @property
+    @cached_property
     def texts(self) -> Mapping[str, str]:
         """The model's configuration, from which a checkpoint can be exported."""
         model_config = self._session.model_config
@@ -208,7 +208,8 @@ class XlaSide(Side):
         weights.pop(f"{PROJECTION}.weight", None)  # not part of the model
         processes.leave()
         if run.seat.is_first:
-            write_folder(weights, run.model_config, run.dataset.tokenizer, run.folder.model)
+            tokenizer, place = run.dataset.tokenizer, run.folder.model
+            write_folder(weights, run.model_config, tokenizer, place, self.texts)
 
     def sample(self, prompt: str) -> Sample | None:
         """Text sampled from the exported model, on the first rank."""

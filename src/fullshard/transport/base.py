@@ -23,8 +23,9 @@ compares its unit with the other's phase. NCCL neither aborts nor needs it.
 [Note: forked processes]
 A child that a rank forks has the rank's connections and shared memory. Its messages would reach
 peers in place of the rank's own, and its writes would change the weights of all ranks. Every
-message and every announced write therefore raises an error in a child, and the child cannot access
-shared memory.
+message and every announced write therefore raises an error in a child. The child cannot access
+shared memory: reading its shards raises an error, too; reading an older alias of them ends it by a
+signal (SIGSEGV).
 
 [Note: the fake transport]
 A single process simulates one rank of any world, without communication. Simulated peers have zeros

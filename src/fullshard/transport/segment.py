@@ -101,7 +101,7 @@ class Segment:
     def __init__(self, mapping: mmap.mmap) -> None:
         self.mapping = mapping
         self.memory = torch.frombuffer(mapping, dtype=torch.uint8)
-        _MAPPINGS.add(mapping)
+        MAPPINGS.add(mapping)
 
     def view(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """(numel,) of a dtype, `start` bytes from the beginning of the segment.
@@ -136,12 +136,12 @@ class Segment:
             self.mapping.madvise(REMOVE, low, high - low)
 
 
-_MAPPINGS: WeakSet[mmap.mmap] = WeakSet()
+MAPPINGS: WeakSet[mmap.mmap] = WeakSet()  # of this process, and of the one that forked it
 
 
 def _shut() -> None:
     """Take access from a forked process. See [Note: forked processes] in transport/base.py."""
-    for mapping in _MAPPINGS:
+    for mapping in MAPPINGS:
         protect(mapping, 0)
 
 

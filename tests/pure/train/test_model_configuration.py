@@ -161,6 +161,27 @@ def test_folder_with_a_configuration_that_transformers_refuses_is_named(tmp_path
         config_from_folder(ModelConfig(name_or_path=str(tmp_path)))
 
 
+def test_a_file_that_names_a_model_of_another_type_is_refused(tmp_path):
+    found = {"model_type": "gpt2", "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(found))
+    told = r"of its model_type 'gpt2', such as GPT2LMHeadModel; got LlamaForCausalLM"
+    with pytest.raises(ConfigError, match=told):
+        config_from_folder(ModelConfig(name_or_path=str(tmp_path)))
+    for name in ("GPT2Model", "GPT2ForSequenceClassification", "Unheard", "logging"):
+        (tmp_path / "config.json").write_text(json.dumps({**found, "architectures": [name]}))
+        config_from_folder(ModelConfig(name_or_path=str(tmp_path)))
+    # Some types have the models of another.
+    (tmp_path / "config.json").write_text(json.dumps({**found, "model_type": "internlm3"}))
+    config_from_folder(ModelConfig(name_or_path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["musicgen", "dots3_note"])
+def test_a_type_of_several_texts_or_of_unequal_layers_is_no_raw_error(tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
+    with pytest.raises(ConfigError, match=r"one text model, equal in all layers; got .* Use anoth"):
+        config_from_folder(ModelConfig(name_or_path=str(tmp_path)))
+
+
 def test_initial_weights_depend_on_the_seed_alone():
     config = config_from_settings(SETTINGS)
     torch.manual_seed(9)

@@ -364,6 +364,16 @@ def test_a_place_where_no_run_can_be_is_refused_and_left_alone(tmp_path, place, 
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_a_run_begins_where_a_refused_start_left_the_report_of_a_hang(tmp_path):
+    (report := tmp_path / "run/logs/hang.txt").parent.mkdir(parents=True)
+    report.write_text("rank 0 is gone\n")
+    (others := report.with_name("notes.txt")).write_text("work")
+    with pytest.raises(ConfigError, match="with other files and no run"):
+        make(tmp_path / "run")
+    others.unlink()
+    assert make(tmp_path / "run")[0].record.is_file()
+
+
 @pytest.mark.parametrize("start", [make, check_output_dir])
 def test_a_full_disk_is_not_called_a_wrong_place(tmp_path, monkeypatch, start):
     def full(*_, **__):
