@@ -220,6 +220,8 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, types.CellType):  # an empty one has no contents to ask for
         return [("cell_contents", item) for item in gc.get_referents(value)]
     found = dict(getattr(value, "__dict__", None) or {})
+    if found.keys() >= _OF_EVERY_MODULE:  # of functools.wraps(module), with the module's own tables
+        found = {name: item for name, item in found.items() if name not in _OF_EVERY_MODULE}
     for name in _NAMES.get(type(value)) or copyreg._slotnames(type(value)):  # type: ignore[attr-defined]  in all bases
         if name not in found and hasattr(value, name):
             found[name] = getattr(value, name)
