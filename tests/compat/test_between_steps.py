@@ -236,6 +236,22 @@ def test_two_models_change_places():
 
 
 @on_ranks(2)
+def test_tensors_of_parameters_that_change_places_are_refused():
+    one, other = fully_shard(layers()), fully_shard(layers())
+    x = torch.ones(2, 5)
+    wanted = [model(x).square().mean().item() for model in (one, other)]
+    swap = list(zip(one.parameters(), other.parameters(), strict=True))
+    for pair in swap:
+        torch.utils.swap_tensors(*pair)
+    for model in (one, other):
+        with pytest.raises(EngineError, match="expected its own tensor; got that of another"):
+            model(x)
+    for pair in swap:
+        torch.utils.swap_tensors(*pair)
+    assert [model(x).square().mean().item() for model in (one, other)] == wanted
+
+
+@on_ranks(2)
 def test_an_average_that_is_put_in_shares_memory_until_another_one_is():
     """`p.data = average.data` shares memory, of which earlier and later views show the same."""
     found = []

@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fullshard as fs
@@ -82,6 +83,46 @@ def backward(model, step, rank):
 @on_ranks(2)
 def test_a_loss_that_a_module_keeps_has_one_processs_gradients(how, settings):
     assert_parity(partial(built, how), backward, {"wrap": ["Block"], **settings}, kinds=("sgd",))
+
+
+class Wrapping(nn.Module):
+    """Keeps functions with the attributes of its layer and of the model, as torch.compile does."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.call = wraps(self.linear)(lambda x: self.linear(x))
+        self.model: Any = None
+
+    def forward(self, x):
+        return self.call(x).tanh()
+
+
+class Recomputed(nn.Sequential):
+    """Its blocks' weights stay in place after a forward in backward."""
+
+    def forward(self, x):
+        for block in self:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def wrapping():
+    torch.manual_seed(0)
+    return Recomputed(*(Wrapping() for _ in range(4)), nn.Linear(WIDTH, WIDTH)).double()
+
+
+def backward_of_wrapped(model, step, rank):
+    model[1].model = wraps(model)(lambda x: model(x))
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return backward_of(model(torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)).sum())
+
+
+@pytest.mark.parametrize("transport", ["shared", "c10d"])
+@on_ranks(2)
+def test_functions_that_wrap_a_module_are_kept_without_its_weights(transport):
+    settings = {"transport": transport, "wrap": ["Wrapping"]}
+    assert_parity(wrapping, backward_of_wrapped, settings, kinds=("sgd",))
 
 
 class Unchecked(torch.autograd.Function):

@@ -408,6 +408,21 @@ def test_an_outer_optimizer_is_tried_unless_others_have_all_its_parameters():
     assert "Container.step calls flatten: expected" in found["out of sight"]
 
 
+@on_ranks(2)
+def test_unsharded_parameters_are_named_when_they_come_to_an_optimizer():
+    run, model = sharded_run()
+    early, late = (torch.nn.Parameter(torch.ones(n)) for n in (3, 4))
+    optimizer = optim.SGD([*model.parameters(), early], lr=0.1)
+    with patch.object(optimizers.logger, "warning") as warned:
+        for step in range(4):
+            if step == 2:
+                optimizer.add_param_group({"params": [late]})
+            run.loss(model, step).backward()
+            optimizer.step()
+    told = [call.args[1:] for call in warned.call_args_list]
+    assert told == ([] if torch.distributed.get_rank() else [("SGD", 1, (3,)), ("SGD", 1, (4,))])
+
+
 # ---- the fast paths ---------------------------------------------------------------------------
 
 

@@ -578,6 +578,9 @@ def put_back_shards(engine: Engine) -> None:
     Tensors that shared memory with a shard before it was moved (`old = p.data`) keep their values;
     those that share it now (the value assigned) share the place that it is copied to. See
     [Note: shared memory] in engine/record.py.
+
+    Raises:
+        EngineError: A parameter has the tensor of another one.
     """
     moved: list[tuple[Member, torch.Tensor]] = []  # and its place in the buffer
     with no_guard():
@@ -585,6 +588,12 @@ def put_back_shards(engine: Engine) -> None:
             placed = [] if group.is_in_place() else zip(group.members, group.addresses, strict=True)
             for member, address in placed:
                 param, master = member.param, group.master
+                if param.record.member is None or param.record.member() is not member:
+                    raise EngineError(
+                        f"{clean_name(member.piece.name)}: expected its own tensor; got that of "
+                        "another parameter (torch.utils.swap_tensors). Swap their values: "
+                        "p.data, q.data = q.data, p.data."
+                    )
                 if address_of(param) != address and param.device == master.device:
                     value, home = _own_part(param.detach(), member.piece), member.local(master)
                     if (value.numel(), value.dtype) == (home.numel(), home.dtype):

@@ -38,6 +38,8 @@ _Held = torch.Tensor | _Container | types.FunctionType | partial
 _Method = types.MethodType | types.BuiltinMethodType | types.MethodWrapperType
 _NUMBERS = {bool, int, float}
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+# A function that wraps a module (functools.wraps, torch.compile) leads to the engine's hooks.
+_OURS = "fullshard.engine."
 
 
 class ModuleTensors:
@@ -172,7 +174,7 @@ def _change(value: Any, change: Callable[[torch.Tensor], torch.Tensor], walk: Wa
     changed = value
     if isinstance(value, torch.Tensor):
         changed = change(value)
-    elif walk.depth == MAX_DEPTH or _is_long(value):
+    elif walk.depth == MAX_DEPTH or _is_long(value) or type(value).__module__.startswith(_OURS):
         return value
     else:
         walk.seen[id(value)] = value, value  # a cycle ends here
@@ -218,6 +220,8 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, types.CellType):  # an empty one has no contents to ask for
         return [("cell_contents", item) for item in gc.get_referents(value)]
     found = dict(getattr(value, "__dict__", None) or {})
+    if found.keys() >= _OF_EVERY_MODULE:  # of functools.wraps(module), with the module's own tables
+        found = {name: item for name, item in found.items() if name not in _OF_EVERY_MODULE}
     for name in _NAMES.get(type(value)) or copyreg._slotnames(type(value)):  # type: ignore[attr-defined]  in all bases
         if name not in found and hasattr(value, name):
             found[name] = getattr(value, name)

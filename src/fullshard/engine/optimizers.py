@@ -169,21 +169,25 @@ class _Watch:
         models: dict[Any, Counter[str]] = defaultdict(Counter)
         trusted = optimizer in self.trusted
         states = {} if trusted else optimizer.state  # owners have their own
-        groups = _groups_of(optimizer)
+        groups, new = _groups_of(optimizer), list[Any]()
+        is_known = bool(groups)  # a model that is sharded again clears them
         self._looked_at.add(optimizer)
         for at, group in enumerate(optimizer.param_groups):
             if at == len(groups) or not groups[at].has(group["params"]):
                 groups[at : at + 1] = [_Group(optimizer, group["params"])]
+                new += group["params"]
             for norms, part in groups[at].parts.items():
                 models[norms].update(part.hashes(settings_in(group), states))
             first = groups[at].first
             if first is not None and not trusted:
                 self._probe_once(optimizer, group, first)
         del groups[len(optimizer.param_groups) :]
-        if optimizer not in self._cut and not trusted:
+        is_first = optimizer not in self._cut and not trusted
+        if is_first or (is_known and new):
+            _tell_of_others(optimizer, new, models)
+        if is_first:
             self._cut.add(optimizer)
             self._cut_states(optimizer)
-            _tell_of_others(optimizer, models)
             optimizer.register_load_state_dict_post_hook(self._cut_states)
             self._tell(optimizer)
         return models
@@ -330,9 +334,10 @@ def differ(seen: Sequence[Any], now: Sequence[Any]) -> bool:
     return len(seen) != len(now) or any(a is not b or v != w for (a, v), (b, w) in pairs)
 
 
-def _tell_of_others(optimizer: Optimizer, models: Iterable[GradientNorms]) -> None:
+def _tell_of_others(
+    optimizer: Optimizer, params: Iterable[Any], models: Iterable[GradientNorms]
+) -> None:
     """Warn of trained parameters that are no shards, so each rank would update its own copy."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
     others = [p for p in params if p.requires_grad and not isinstance(p, Guarded)]
     transports = [norms.transport for norms in models if norms.transport is not None]
     if others and any(one.axes.mesh.world_size > 1 and one.rank == 0 for one in transports):
