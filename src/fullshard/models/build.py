@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -423,6 +424,15 @@ def generation_text(config: PretrainedConfig) -> dict[str, str]:
     texts = own.get_text_config(), config.get_text_config()
     ends = {str(getattr(text, "eos_token_id", None)) for text in texts}  # some classes have none
     return {GENERATION: (folder / GENERATION).read_text("utf-8")} if len(ends) == 1 else {}
+
+
+def end_tokens(config: PretrainedConfig) -> list[int]:
+    """Tokens that end generated text: those of generation_config.json, or of the configuration."""
+    found: object = getattr(config.get_text_config(), "eos_token_id", None)
+    for text in generation_text(config).values():
+        with suppress(AttributeError, ValueError):  # `generate` reports a file that is damaged
+            found = json.loads(text).get("eos_token_id", found)
+    return [one for one in (found if isinstance(found, list) else [found]) if isinstance(one, int)]
 
 
 def _write_generation(config: PretrainedConfig, folder: Path) -> None:
