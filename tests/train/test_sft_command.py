@@ -74,6 +74,10 @@ def test_trained_text_without_the_end_of_generated_text_is_told(
     (base / "generation_config.json").write_text('{"eos_token_id": [7, 4000]}')
     fullshard(command, *words, code=0)
     assert "(eos_token_id of the model: 7, 4000), none is trained" in caplog.text
+    (base / "generation_config.json").write_text("version https://git-lfs")
+    assert (
+        "generation_config.json': expected a JSON object" in fullshard(command, *words, code=2).err
+    )
 
 
 @pytest.mark.long

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -24,7 +24,7 @@ from fullshard.engine.axes import has_experts
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.hugging_face import build_on_meta, num_ids, read_config
 from fullshard.engine.initial import check_weights_of, has_weights_of
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, untrusted
 from fullshard.formats.hugging_face import GENERATION, export_together, live_source
 from fullshard.formats.source import IN_RUN, whole_or_nothing
 from fullshard.models.config import (
@@ -427,10 +427,15 @@ def generation_text(config: PretrainedConfig) -> dict[str, str]:
 
 
 def end_tokens(config: PretrainedConfig) -> list[int]:
-    """Tokens that end generated text: those of generation_config.json, or of the configuration."""
+    """Tokens that end generated text: those of generation_config.json, or of the configuration.
+
+    Raises:
+        ConfigError: generation_config.json, which every checkpoint copies, is no JSON object.
+    """
     found: object = getattr(config.get_text_config(), "eos_token_id", None)
-    for text in generation_text(config).values():
-        with suppress(AttributeError, ValueError):  # `generate` reports a file that is damaged
+    advice = "Copy the file again, or remove it."
+    with untrusted(Path(config.name_or_path) / GENERATION, "a JSON object", ConfigError, advice):
+        for text in generation_text(config).values():
             found = json.loads(text).get("eos_token_id", found)
     return [one for one in (found if isinstance(found, list) else [found]) if isinstance(one, int)]
 
