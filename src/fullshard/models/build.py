@@ -434,7 +434,8 @@ def end_tokens(config: PretrainedConfig) -> list[int]:
     """
     found: object = getattr(config.get_text_config(), "eos_token_id", None)
     advice = "Copy the file again, or remove it."
-    with untrusted(Path(config.name_or_path) / GENERATION, "a JSON object", ConfigError, advice):
+    folder = Path(config.name_or_path or os.devnull)
+    with untrusted(folder / GENERATION, "a JSON object", ConfigError, advice):
         for text in generation_text(config).values():
             found = json.loads(text).get("eos_token_id", found)
     return [one for one in (found if isinstance(found, list) else [found]) if isinstance(one, int)]
