@@ -79,7 +79,8 @@ def prepare(how):
         logging.getLogger("fullshard.data").info("data: 41 % of it")
         time.sleep(8)
         if how == "fail":
-            raise DataError("data.path: expected text, got none.")
+            kind = type("Private", (DataError,), {})  # such as ConfigProblems of ConfigError
+            raise kind("data.path: expected text, got none.")
         if how in ("kill", "stop"):
             os.kill(os.getpid(), getattr(signal, f"SIG{how.upper()}"))
         return "made"

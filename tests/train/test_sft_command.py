@@ -1,10 +1,11 @@
 """`fullshard sft` on real ranks: adapters alone and merged, going on, the recipe of other tools."""
 
 import json
+import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from fullshard.observe.metrics import read_rows
 from support.model_folder import small_config, write_chats, write_model
@@ -55,6 +56,28 @@ def files(tmp_path_factory):
 def command(folder):
     config_file, recipe = str(folder / "fsdp.yaml"), str(folder / "recipe.yaml")
     return ["sft", "--config_file", config_file, "--config", recipe, "--output_dir"]
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_trained_text_without_the_end_of_generated_text_is_told(
+    fullshard, files, tmp_path, caplog, command
+):
+    base, words = tmp_path / "base", ["num_processes=1", "max_seq_length=64", "--dry-run"]
+    shutil.copytree(files / "base", base)
+    end = PreTrainedTokenizerFast.from_pretrained(base).eos_token_id
+    text = files / ("chat.jsonl" if command == "sft" else "recipe.yaml")
+    words += [f"model={base}", f"data.path={text}", "data.validation_fraction=0"]
+    words += ["max_steps=1", "per_device_train_batch_size=1"]
+    (base / "generation_config.json").write_text(f'{{"eos_token_id": [7, {end}]}}')
+    fullshard(command, *words, code=0)
+    assert "will not end" not in caplog.text
+    (base / "generation_config.json").write_text('{"eos_token_id": [7, 4000]}')
+    fullshard(command, *words, code=0)
+    assert "(eos_token_id of the model: 7, 4000), none is trained" in caplog.text
+    (base / "generation_config.json").write_text("version https://git-lfs")
+    assert (
+        "generation_config.json': expected a JSON object" in fullshard(command, *words, code=2).err
+    )
 
 
 @pytest.mark.long

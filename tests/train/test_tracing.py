@@ -3,9 +3,11 @@
 import pytest
 import torch
 import transformers
+from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard as fs
 from fullshard.config.schema import ShardConfig
+from fullshard.engine._torch_compat import mesh_without_groups
 from fullshard.engine.axes import one_place
 from fullshard.engine.model_spec import meta_model
 from fullshard.engine.tracing import Calls, trace_step
@@ -71,6 +73,11 @@ def test_a_rank_of_a_tensor_axis_keeps_the_activations_of_its_part():
     assert whole.total / 2 < half.total < whole.total  # norms and logits are not divided
     mlp = model.get_submodule("model.layers.0.mlp.up_proj").weight
     assert part.get_submodule("model.layers.0.mlp.up_proj").weight.shape[0] * 2 == mlp.shape[0]
+
+
+def test_a_mesh_for_tracing_equals_no_mesh_with_groups():
+    same = {"mesh_dim_names": ("tensor",), "_init_backend": False, "_rank": 0}
+    assert mesh_without_groups("tensor", 2) != DeviceMesh("cpu", torch.arange(2), **same)
 
 
 def test_a_large_batch_follows_from_two_smaller_ones(monkeypatch):

@@ -76,7 +76,10 @@ NO_DATA = {
     **{"*~": "~", "#*#": "#", "*.bak": ".bak", "*.orig": ".orig"},
     **{"lost+found": "lost+found", "events.out.tfevents.*": "events"},
 }
+POINTER = b"version https://git-lfs"  # of a clone without the files of Git LFS
 SPLIT = "train"
+OTHER_SPLITS = {"test", "eval", "dev", "val", "valid", "validation"}
+ZEROS = 8  # more zero bytes in a piece are not text, but an archive, UTF-16, or a hole
 PIECE = 1 << 18  # bytes read at a time
 LINE_BYTES = 1 << 20  # distance to search for the end of a line of text
 
@@ -190,7 +193,16 @@ def files_at(path: Path) -> Corpus:
         _say(
             f"the JSON records of {file} are read as text. Name it .jsonl to read a column of them"
         )
+    words = {re.split(r"[^a-z]", part)[0] for file in files for part in _below(file, path)}
+    if SPLIT in words and (others := sorted(words & OTHER_SPLITS)):
+        _say(f"'{path}' has files of train and of {', '.join(others)}; all are trained on")
     return Corpus(path, tuple(files), next(iter(examples)))
+
+
+def _below(file: Path, folder: Path) -> tuple[str, ...]:
+    """The parts of a file's path below a folder, in lower case."""
+    below = file.relative_to(folder) if file.is_relative_to(folder) else Path(file.name)
+    return tuple(part.lower() for part in below.parts)
 
 
 def _has_records(file: Path) -> bool:
@@ -346,9 +358,16 @@ def whole(file: Path, kind: FileKind, dtype: str | None = None, column: str = ""
         column: Column that a parquet file must have; empty: any.
     """
     with _reading(file):
-        if kind is FileKind.JSON:
+        start = b""
+        if file.is_file():
             with file.open("rb") as opened:
-                start = opened.read(PIECE).removeprefix(codecs.BOM_UTF8).lstrip()
+                start = opened.read(PIECE if kind is FileKind.JSON else len(POINTER))
+        if start.startswith(POINTER):
+            raise DataError(
+                f"data.path: expected data, got a pointer of Git LFS in '{file}'. Run git lfs pull."
+            )
+        if kind is FileKind.JSON:
+            start = start.removeprefix(codecs.BOM_UTF8).lstrip()
             kind = FileKind.JSON if start.startswith(b"[") else FileKind.JSONL
         size = sum(num_bytes for num_bytes, *_ in identity(file))
         match kind:
@@ -450,7 +469,7 @@ def read_text(span: Span) -> Iterator[str]:
     A leading byte-order mark is dropped.
 
     Raises:
-        DataError: It is not UTF-8, or a tenth of it is zero; names the byte and the line.
+        DataError: It is not UTF-8, or a piece has many zero bytes; names the byte and the line.
     """
     decoder, left, held = codecs.getincrementaldecoder("utf-8")(), span.stop - span.start, ""
     with _reading(span.file), span.file.open("rb") as opened:
@@ -458,7 +477,7 @@ def read_text(span: Span) -> Iterator[str]:
         while left:
             read = opened.read(min(PIECE, left))
             left = left - len(read) if read else 0  # the file was truncated meanwhile
-            if read.count(0) * 10 > len(read):  # UTF-16 of Western text is valid UTF-8
+            if read.count(0) > ZEROS:  # UTF-16 of Western text is valid UTF-8
                 _refuse_bytes(span.file, opened.tell() - len(read) + read.index(0), 0)
             try:
                 held += decoder.decode(read, final=not left)
@@ -480,6 +499,8 @@ def _refuse_bytes(file: Path, offset: int, byte: int) -> NoReturn:
         start = opened.read(8)
     packed = next((name for mark, name in PACKED.items() if start.startswith(mark)), None)
     advice = f"It is compressed ({packed}). Unpack it." if packed else "Convert the file to UTF-8."
+    if not byte and not packed:
+        advice = "It is an archive, UTF-16, or damaged. Unpack, convert or restore it."
     raise DataError(
         f"data.path: expected UTF-8 text, got byte 0x{byte:02x} at offset {offset} "
         f"of '{file}' (line {_line(file, offset)}). {advice}"

@@ -130,7 +130,9 @@ def mesh_without_groups(axis: str, size: int) -> Any:
     from torch.distributed.device_mesh import DeviceMesh
 
     ranks = torch.arange(size)
-    return DeviceMesh("cpu", ranks, mesh_dim_names=(axis,), _init_backend=False, _rank=0)
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=(axis,), _init_backend=False, _rank=0)
+    mesh._thread_id = -1  # or DTensor's caches return it in place of an equal mesh with groups
+    return mesh
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ from fullshard.config.environment import (
     read_launch_environment,
 )
 from fullshard.errors import ConfigError, HangError, printable
-from fullshard.launch.exit_codes import ExitCode, RankFailure, of_place
+from fullshard.launch.exit_codes import ExitCode, RankFailure, of_place, public_name
 from fullshard.launch.machine import check_accelerators
 from fullshard.observe import watchdog
 from fullshard.observe.metrics import wait_until
@@ -177,7 +177,7 @@ def first_prepares(prepare: Callable[[], Made]) -> Made | None:
         return prepare()
     except BaseException as error:
         ours = of_place(error)
-        end = [type(ours).__name__, str(ours)]
+        end = [public_name(ours), str(ours)]
         if ours is not error:
             raise ours from error
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ from fullshard.engine.axes import has_experts
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.hugging_face import build_on_meta, num_ids, read_config
 from fullshard.engine.initial import check_weights_of, has_weights_of
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, untrusted
 from fullshard.formats.hugging_face import GENERATION, export_together, live_source
 from fullshard.formats.source import IN_RUN, whole_or_nothing
 from fullshard.models.config import (
@@ -428,6 +429,21 @@ def generation_text(config: PretrainedConfig) -> dict[str, str]:
     texts = own.get_text_config(), config.get_text_config()
     ends = {str(getattr(text, "eos_token_id", None)) for text in texts}  # some classes have none
     return {GENERATION: (folder / GENERATION).read_text("utf-8")} if len(ends) == 1 else {}
+
+
+def end_tokens(config: PretrainedConfig) -> list[int]:
+    """Tokens that end generated text: those of generation_config.json, or of the configuration.
+
+    Raises:
+        ConfigError: generation_config.json, which every checkpoint copies, is no JSON object.
+    """
+    found: object = getattr(config.get_text_config(), "eos_token_id", None)
+    advice = "Copy the file again, or remove it."
+    folder = Path(config.name_or_path or os.devnull)
+    with untrusted(folder / GENERATION, "a JSON object", ConfigError, advice):
+        for text in generation_text(config).values():
+            found = json.loads(text).get("eos_token_id", found)
+    return [one for one in (found if isinstance(found, list) else [found]) if isinstance(one, int)]
 
 
 def _write_generation(texts: Mapping[str, str], folder: Path) -> None:

@@ -261,48 +261,55 @@ def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
         CheckpointError: There are checkpoints, but none is complete; the run does not start over.
         ConfigError: Data or model changed; names the key.
     """
-    saved = newest_complete(checkpoints)
-    folder = RunFolder(output_dir)
-    source: Path | File = folder.config
-    if not folder.config.is_file():
-        files = saved.manifest.files if saved.manifest is not None else {}
-        if checkpoints != folder.checkpoints or folder.config.name not in files:
-            return  # the run was killed before it was prepared
-        copy = saved.files / folder.config.name
-        with untrusted(copy, "the configuration of the run that resumes", advice=_ANEW):
-            source = parse_text(read_file(copy).decode(), str(copy))
+    saved, folder = newest_complete(checkpoints), RunFolder(output_dir)
+    source: Path | File | None = folder.config if folder.config.is_file() else None
+    if source is None and checkpoints == folder.checkpoints:
+        source = _config_of(saved)
+    if source is None:
+        return  # the run was killed before it was prepared
     before, now = (_values(config) for config in (load_config([source]).config, resolved.config))
     check_teacher(resolved.config, folder)
-    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    for key in changed:
+    for key in _changed(before, now):
         if is_below(key, SAME):
             raise ConfigError(
                 f"{key}: expected the value of the run that resumes in '{output_dir}' "
                 f"({before.get(key)}); got {now.get(key)}. Use --resume never, or "
                 "another output_dir."
             )
-    told = [f"{key} {before.get(key)} -> {now.get(key)}" for key in changed]
+    with suppress(CheckpointError, ConfigError):  # damaged, or of a version with other keys
+        if (copy := _config_of(saved)) is not None:  # of another run, if it was copied from there
+            before = _values(load_config([copy]).config)
+    told = [f"{key} {before.get(key)} -> {now.get(key)}" for key in _changed(before, now)]
     if told:
-        logger.info("changed since the run started: %s", ", ".join(told))
+        logger.info("changed since the checkpoint was saved: %s", ", ".join(told))
 
 
 def say_changed(config: RunConfig, found: Found) -> None:
     """Names settings of model and data in which a new run differs from that of its checkpoint."""
-    copy = found.files / RunFolder(found.path).config.name
-    if found.manifest is None or copy.name not in found.manifest.files:
+    if (saved_with := _config_of(found)) is None:
         return
-    with untrusted(copy, "the configuration of the run that saved the weights"):
-        before = flatten(parse_text(read_file(copy).decode(), str(copy)).values)
-    now = flatten(config.to_dict())
+    before, now = flatten(saved_with.values), flatten(config.to_dict())
     shared = before.keys() & now.keys()  # another version has other keys, except in model.config
     told = [
         f"{key} {before.get(key)} -> {now.get(key)}"
-        for key in {**before, **now}
+        for key in _changed(before, now)
         if is_below(key, SAME if key in shared else ("model.config",))
-        and before.get(key) != now.get(key)
     ]
     if told:
         logger.info("the new run differs from that of the checkpoint: %s", ", ".join(told))
+
+
+def _config_of(found: Found) -> File | None:
+    """The configuration with which a command saved a checkpoint; None if a script saved it."""
+    copy = found.files / RunFolder(found.path).config.name
+    if found.manifest is None or copy.name not in found.manifest.files:
+        return None
+    with untrusted(copy, "the configuration of the run that saved the weights"):
+        return parse_text(read_file(copy).decode(), str(copy))
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [key for key in {**before, **now} if before.get(key) != now.get(key)]
 
 
 def _values(config: RunConfig) -> dict[str, Any]:

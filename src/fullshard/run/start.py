@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fullshard import saving
 from fullshard.checkpoint.commit import ALONE
 from fullshard.checkpoint.files import write_text
@@ -46,6 +48,7 @@ from fullshard.launch.supervise import LaunchResult
 from fullshard.loading import check_loads
 from fullshard.models.build import (
     check_weights,
+    end_tokens,
     given_model_config,
     given_tokenizer,
     model_config_of,
@@ -95,6 +98,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RANK_MODULE = "fullshard.run.rank"
+SAMPLED = 64  # rows of conversations in which end tokens are looked for
 # Modules that every rank on torch imports, whatever its model.
 RANK_IMPORTS = ("fullshard.run.on_torch", "fullshard.engine.engine", "transformers.modeling_utils")
 # Exit codes without a restart: the error would repeat, or the user stopped the run.
@@ -320,6 +324,7 @@ def _read_data(config: RunConfig, command: Command) -> tuple[PreparedData, Pretr
     model_config = model_config_of(config, dataset.tokenizer)
     kind.check_data(config, dataset.facts)
     _check_held_out(config.training, dataset.facts)
+    _check_ends(dataset, end_tokens(model_config))
     if config.sft is not None and config.sft.packing and kind.uses_chats(config):
         check_documents(model_config)
     if dataset.facts.separator is not None:
@@ -337,6 +342,20 @@ def _check_held_out(training: TrainingConfig, facts: DatasetFacts) -> None:
             "data.validation_fraction, or remove it."
         )
     logger.warning("no evaluations, because no data is held out (data.validation_fraction)")
+
+
+def _check_ends(dataset: PreparedData, ends: list[int]) -> None:
+    """Warns if none of the tokens that end generated text is trained."""
+    trained: Any = dataset.tokenizer.eos_token_id
+    if dataset.kind == "chat":  # its template ends the answers
+        rows = np.arange(min(SAMPLED, dataset.facts.num_train_sequences))
+        trained = dataset.arrays(rows, held_out=False)["labels"]
+    if ends and trained is not None and not np.isin(ends, trained).any():
+        logger.warning(
+            "generated text will not end by itself: of its end tokens (eos_token_id of the model: "
+            "%s), none is trained",
+            ", ".join(map(str, ends)),
+        )
 
 
 def _check_trains_tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:

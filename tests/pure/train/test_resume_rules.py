@@ -202,7 +202,22 @@ def test_the_log_names_no_key_that_has_kept_its_default(tmp_path, caplog):
     checkpoint(folder.checkpoints / "step-00000003")
     with caplog.at_level(logging.INFO):
         check_same(load_config(None, ["sft.packing=true"]), folder.path, folder.checkpoints)
-    assert caplog.messages == ["changed since the run started: sft.packing None -> True"]
+    assert caplog.messages == ["changed since the checkpoint was saved: sft.packing None -> True"]
+
+
+def test_a_checkpoint_that_was_copied_from_another_run_is_told(tmp_path, caplog):
+    folder, own = run_folder(tmp_path / "run"), load_config(None)
+    folder.config.write_text(own.to_yaml())
+    other = load_config(None, ["model=m", "learning_rate=2"]).to_yaml()
+    checkpoint(folder.checkpoints / "step-00000003", **{"config.yaml": other})
+    with caplog.at_level(logging.INFO):
+        check_same(own, folder.path, folder.checkpoints)
+    assert "model.name_or_path m -> None" in caplog.text
+    assert "training.learning_rate 2.0 -> " in caplog.text
+    for step, damaged in enumerate(("no_key: 1", "{", ""), 4):
+        checkpoint(folder.checkpoints / f"step-{step:08d}", **{"config.yaml": damaged})
+        check_same(own, folder.path, folder.checkpoints)
+    assert len(caplog.messages) == 1
 
 
 def test_weights_that_would_fit_another_model_or_tokenizer_are_not_taken(tmp_path, caplog):

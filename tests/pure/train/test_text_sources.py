@@ -126,6 +126,25 @@ def test_records_that_are_read_as_text_are_told(tmp_path, caplog):
     assert told.startswith(f"data: the JSON records of {path} are read as text.")
 
 
+def test_splits_that_are_trained_on_together_are_told(tmp_path, caplog):
+    write(tmp_path / "a" / "test-0.txt", "one")
+    text_source(tmp_path)
+    write(tmp_path / "a" / "training.txt", "two")
+    text_source(tmp_path)
+    assert not caplog.messages
+    write(tmp_path / "a" / "train" / "0.txt", "three")
+    text_source(tmp_path)
+    told = f"data: '{tmp_path}' has files of train and of test; all are trained on"
+    assert caplog.messages == [told]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.json", "a.jsonl", "a.bin", "a.parquet"])
+def test_pointers_to_files_that_git_did_not_fetch_are_refused(tmp_path, name):
+    path = write(tmp_path / name, "version https://git-lfs.github.com/spec/v1\noid sha256:0\n" * 9)
+    said = f"got a pointer of Git LFS in '{path}'. Run git lfs pull."
+    assert said in message(path)
+
+
 def test_a_file_in_two_sources_is_noted_beside_held_out_data(tmp_path):
     path = write(tmp_path / "a.txt", "one two three four " * 99)
     sources = [text_source(path), text_source(tmp_path / "*.txt")]
@@ -145,10 +164,19 @@ def test_link_that_leads_to_nothing_is_named(tmp_path):
         assert message(path).endswith(f"'{tmp_path / 'loop'}' is a broken link.")
 
 
-@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-32-be"])
-def test_wide_characters_without_a_mark_are_no_text(tmp_path, encoding):
-    path = write(tmp_path / "wide.txt", ("eins zwei drei\n" * 100).encode(encoding))
-    assert f"byte 0x00 at offset {encoding.endswith('le'):d} of '{path}' (line 1)" in message(path)
+HOLED = {  # and the place of the first zero byte
+    "UTF-16": (("eins zwei drei\n" * 100).encode("utf-16-le"), 1),
+    "UTF-32": (("eins zwei drei\n" * 100).encode("utf-32-be"), 0),
+    "the end was not written": (b"eins " * 999 + b"\0" * 9, 4995),
+    "an archive": (b"a.txt" + b"\0" * 95 + b"eins " * 999, 5),
+}
+
+
+@pytest.mark.parametrize("case", HOLED)
+def test_many_zero_bytes_in_a_file_are_no_text(tmp_path, case):
+    content, offset = HOLED[case]
+    path = write(tmp_path / "wide.txt", content)
+    assert f"byte 0x00 at offset {offset} of '{path}' (line 1)" in message(path)
     write(path, b"eins\0" + b"zwei drei\n" * 100)  # one zero byte is text
     assert make_dataset([text_source(path)], DatasetSettings(1, 300, WHOLE), None)
 
