@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+import fullshard as fs
 from fullshard.config.load import load_config
 from fullshard.recipes import base, head
 from fullshard.verify import check as verify
@@ -108,6 +109,27 @@ def test_fault_in_the_loss_that_runs_compute_in_chunks_is_found(ranks, checks):
     ranks(2)(on_a_rank_whose_head_is_wrong, str(folder), timeout=100)
     verdict = verify.judge(prepared.job, folder, time.perf_counter())
     assert next(row.name for row in verdict.rows if not row.is_equal) == "loss"
+
+
+def on_a_rank_that_always_clips(folder):
+    right = fs.clip_grad_norm_
+
+    def wrong(model, max_norm):
+        norm = right(model, max_norm)
+        for param in model.parameters():
+            param.grad.mul_(max(1.0, max_norm / norm))
+        return norm
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fs, "clip_grad_norm_", wrong)
+        run_passes(Path(folder))
+
+
+def test_gradients_that_are_clipped_without_need_are_found(ranks, checks):
+    folder, prepared = checks["gpt_neox", False]
+    ranks(2)(on_a_rank_that_always_clips, str(folder), timeout=100)
+    verdict = verify.judge(prepared.job, folder, time.perf_counter())
+    assert [row.name for row in verdict.rows if not row.is_equal] == ["step after loading"]
 
 
 @pytest.fixture(scope="module")
