@@ -17,6 +17,7 @@ import fullshard as fs
 from fullshard.config.load import load_config
 from fullshard.recipes import base, head
 from fullshard.verify import check as verify
+from fullshard.verify.compare import LOW, WEIGHTS
 from fullshard.verify.faults import Fault
 from fullshard.verify.rank import run_passes
 from support import forked
@@ -127,6 +128,7 @@ def on_a_rank_that_always_clips(folder):
 
 def test_gradients_that_are_clipped_without_need_are_found(ranks, checks):
     folder, prepared = checks["gpt_neox", False]
+    prepared.job.write(folder)  # without the fault of another test
     ranks(2)(on_a_rank_that_always_clips, str(folder), timeout=100)
     verdict = verify.judge(prepared.job, folder, time.perf_counter())
     assert [row.name for row in verdict.rows if not row.is_equal] == ["step after loading"]
@@ -185,6 +187,24 @@ def test_element_that_no_rank_holds_is_found(sound, tmp_path):
     wrong = [row for row in verify.judge(job, folder, 0.0).rows if not row.is_equal]
     assert [row.name for row in wrong] == ["gradients", "updated parameters"]
     assert all(math.isinf(row.worst_error) and name in row.where for row in wrong)
+
+
+def test_a_weight_that_is_never_updated_is_found_below_float32(sound, tmp_path):
+    folder, job = shutil.copytree(sound[0], tmp_path / "opt"), sound[1]
+    low = dataclasses.replace(job.passes[0], tolerance=LOW, compute_dtype="bfloat16")
+    job = dataclasses.replace(job, passes=(low,))
+    assert verify.judge(job, folder, 0.0).diagnosis is None
+    name = "model.decoder.layers.0.fc1.weight"
+    first = load_file(folder / WEIGHTS)[name].double().reshape(-1)
+    for file in (folder / "float64").glob("rank_*.safetensors"):
+        tensors = load_file(file)
+        for step in range(job.num_steps + 1):
+            at = tensors[f"{step // job.num_steps}/at/{name}"]
+            tensors[f"{step}/parameter/{name}"] = first[at]
+        save_file(tensors, file)
+    wrong = [row for row in verify.judge(job, folder, 0.0).rows if not row.is_equal]
+    assert [row.name for row in wrong] == ["updated parameters", "step after loading"]
+    assert all(row.worst_error == pytest.approx(1) for row in wrong)
 
 
 @pytest.mark.slow

@@ -151,7 +151,9 @@ def test_the_mesh_of_the_run_is_played_where_it_is_small():
 
 
 def test_layers_are_frozen_by_their_numbers_in_the_full_model():
-    frozen = prepared_of("freeze=[model.layers.[0-4].mlp.*,model.layers.[5-8].mlp.*]").job.frozen
+    frozen = prepared_of(
+        "freeze=['model.layers.[0-4].mlp.*', 'model.layers.[5-8].mlp.*']"
+    ).job.frozen
     assert [name for name in frozen if "layers.3." in name] == [
         f"model.layers.3.mlp.{name}_proj.weight" for name in ("down", "gate", "up")
     ]
@@ -174,7 +176,7 @@ def test_a_low_precision_has_a_pass_of_its_own():
         (("sharding.transport=direct",), None, "transport: 'direct' is not yet supported"),
         (("model.config.attention_dropout=0.5",), None, "attention_dropout: expected one of 0.0"),
         (("sharding.tensor=4",), None, "tensor: expected a divisor of 2"),
-        (("freeze=[model.layers.[0-3].mlp.*]",), None, "which match 4 of 9 layers"),
+        (("freeze=['model.layers.[0-3].mlp.*']",), None, "which match 4 of 9 layers"),
         (("sharding.expert=2",), None, "expert: expected 1 for a model without experts; got 2"),
         (
             ("launch.num_processes=64", "sharding.replicate=8", "sharding.shard=8"),

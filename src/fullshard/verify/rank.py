@@ -158,7 +158,7 @@ class _Training:
         device = self.seat.device
         sharding = injection.sharding(ShardConfig.of(self.choice.sharding), device)
         divide(model, self.seat)
-        if job.loss_chunk_size is not None:
+        if job.loss_chunk_size is not None and not self.choice.rounds_alike:
             self.objective = next_token(Head(model), job.loss_chunk_size)
         fs.shard(model.to(device).train(), sharding.without("context"), poison=True)
         injection.attach(model)

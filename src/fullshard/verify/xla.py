@@ -46,7 +46,7 @@ from fullshard.verify.check import (
     model_config_of,
     passes_of,
 )
-from fullshard.verify.compare import OPTIMIZER, WEIGHTS, CheckJob, Pass
+from fullshard.verify.compare import LOW, OPTIMIZER, WEIGHTS, CheckJob, Pass
 from fullshard.verify.faults import Fault, Injection
 from fullshard.xla import opt_state, processes
 from fullshard.xla.decoder import BLOCKS, EMBEDDING, HEAD, DecoderConfig, plan_table, planned
@@ -58,6 +58,7 @@ from fullshard.xla.step import State, Step, train_step
 NUM_STEPS = 20
 LEARNING_RATE = 1e-3  # rounding noise grows faster with larger steps
 EXACT, SINGLE = 1e-10, 1e-5
+ROUTED = 0.5  # below float32, where a token may go to other experts
 MOST_DEVICES = 8
 
 
@@ -85,7 +86,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
     wide = config.model_copy(update={"sharding": in_float64, "freeze": frozen})
     table = plan_table(small.config, wide, world_size)
     job = CheckJob(
-        passes=_passes(config.sharding, table),
+        passes=_passes(config.sharding, table, routed=decoder.num_experts > 0),
         world_size=world_size,
         num_micro_batches=min(2, config.training.gradient_accumulation_steps),
         frozen=tuple(name for a in table.arrays if not a.trainable for name in a.names()),
@@ -120,11 +121,12 @@ def _fit_devices(config: RunConfig, notes: list[str]) -> int:
     return fitting
 
 
-def _passes(sharding: ShardConfig, table: ArraysPlan) -> tuple[Pass, ...]:
+def _passes(sharding: ShardConfig, table: ArraysPlan, *, routed: bool) -> tuple[Pass, ...]:
     """One pass in float64, one in float32, and one in the user's dtypes if those are lower."""
     sizes = table.mesh.axes(table.most_parts)
     settings: dict[str, Any] = {key: value for key, value in sharding if key != "poison"}
     wide, *low = passes_of({**settings, **sizes}, EXACT)
+    low = [replace(choice, tolerance=ROUTED if routed else LOW) for choice in low]
 
     def in_dtype(name: str, tolerance: float) -> Pass:
         fields = {**wide.sharding, "master_dtype": name}
