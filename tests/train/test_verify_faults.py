@@ -191,7 +191,8 @@ def test_element_that_no_rank_holds_is_found(sound, tmp_path):
 
 def test_a_weight_that_is_never_updated_is_found_below_float32(sound, tmp_path):
     folder, job = shutil.copytree(sound[0], tmp_path / "opt"), sound[1]
-    low = dataclasses.replace(job.passes[0], tolerance=LOW, compute_dtype="bfloat16")
+    settings = {"tolerance": LOW, "compute_dtype": "bfloat16", "rounds_alike": True}
+    low = dataclasses.replace(job.passes[0], **settings)
     job = dataclasses.replace(job, passes=(low,))
     assert verify.judge(job, folder, 0.0).diagnosis is None
     name = "model.decoder.layers.0.fc1.weight"
@@ -204,7 +205,6 @@ def test_a_weight_that_is_never_updated_is_found_below_float32(sound, tmp_path):
         save_file(tensors, file)
     wrong = [row for row in verify.judge(job, folder, 0.0).rows if not row.is_equal]
     assert [row.name for row in wrong] == ["updated parameters", "step after loading"]
-    assert all(row.worst_error == pytest.approx(1) for row in wrong)
 
 
 @pytest.mark.slow

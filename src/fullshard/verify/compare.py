@@ -40,7 +40,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fullshard.config.schema import ShardConfig
-from fullshard.config.values import DType
 from fullshard.recipes.base import IGNORED, Seat
 from fullshard.verify.faults import Fault
 
@@ -76,6 +75,9 @@ class Pass:
         loss_scale: Loss scale of the reference, against underflow of float16 gradients.
         wide: The reference computes in float64 throughout. transformers computes norms and rotary
             positions in float32, also in float64 models.
+        rounds_alike: Both sides round at the same places below float32. Then updates are compared,
+            and ranks compute the loss from all logits, as the reference does: chunks would round at
+            other places, which each step amplifies.
     """
 
     name: str
@@ -86,6 +88,7 @@ class Pass:
     reduce_dtype: str = "float64"
     loss_scale: float = 1.0
     wide: bool = False
+    rounds_alike: bool = False
 
     @property
     def is_exact(self) -> bool:
@@ -93,17 +96,6 @@ class Pass:
         makes a large error, so the root mean square is compared.
         """
         return self.compute_dtype == "float64" or self.tolerance < LOW
-
-    @property
-    def rounds_alike(self) -> bool:
-        """Whether both sides round at the same places below float32.
-
-        Then updates are compared, and ranks of torch compute the loss from all logits, as the
-        reference does. Chunks would round at other places, which each step amplifies.
-        """
-        low = (DType.BFLOAT16, DType.FLOAT16)
-        others = [self.sharding[key] for key in ("fp32_modules", "buffer_dtype", "output_dtype")]
-        return not (self.is_exact or any(others) or self.sharding["master_dtype"] in low)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,7 +366,8 @@ class Sides:
     def _update_error(self, step: int, rank: int, name: str) -> float:
         """The error of a parameter's change since the last written step, relative to the change.
 
-        Below float32 an error may be as large as the whole update and small for the weight.
+        Below float32 an error may be as large as the whole update and small for the weight. Noise
+        moves a weight whose gradient should be zero, by less than the learning rate.
         """
         before = max(one for one in (FIRST, *self.job.written_steps) if one < step)
 
@@ -385,7 +378,7 @@ class Sides:
             return now.double() - then.double()
 
         now, then = (self.whole[f"{one}/parameter/{name}"].double() for one in (step, before))
-        floor = 0.1 * self.job.optimizer["learning_rate"]
+        floor = self.job.optimizer["learning_rate"]
         return self._error(change(self.piece), change(self.part), max(self.size(now - then), floor))
 
     def _state_errors(self) -> Iterator[Difference]:

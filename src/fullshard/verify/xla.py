@@ -126,7 +126,8 @@ def _passes(sharding: ShardConfig, table: ArraysPlan, *, routed: bool) -> tuple[
     sizes = table.mesh.axes(table.most_parts)
     settings: dict[str, Any] = {key: value for key, value in sharding if key != "poison"}
     wide, *low = passes_of({**settings, **sizes}, EXACT)
-    low = [replace(choice, tolerance=ROUTED if routed else LOW) for choice in low]
+    tolerance = ROUTED if routed else LOW
+    low = [replace(choice, tolerance=tolerance, rounds_alike=False) for choice in low]
 
     def in_dtype(name: str, tolerance: float) -> Pass:
         fields = {**wide.sharding, "master_dtype": name}
