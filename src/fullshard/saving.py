@@ -440,15 +440,6 @@ class Saves:
             threading._register_atexit(self._at_exit)  # type: ignore[attr-defined]
         self._thread.start()
 
-    def check(self) -> None:
-        """Raises the error of a finished save; does not wait.
-
-        Raises:
-            FullshardError: The save failed: CheckpointError, or OutOfMemoryError.
-        """
-        if not self.under_way:
-            self.wait()
-
     def wait(self) -> None:
         """Waits until no save is in progress.
 

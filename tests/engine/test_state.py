@@ -497,3 +497,53 @@ def copies():
 
 def test_copies_of_shards_are_shards_and_of_models_are_refused(ranks, snapshot):
     assert ranks(2)(copies)[0] == snapshot
+
+
+# ---- a unit on its own ------------------------------------------------------------------------
+
+
+def load_twice_the_weights(model, folder):
+    other = copy_of_layers()
+    twice(other)
+    fs.load(fs.save(folder / "twice", other), model)
+
+
+def twice(model):
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+
+
+def twice_in_unsharded(model, _):
+    with fs.unsharded(model):
+        twice(model)
+
+
+def twice_by_an_owned_optimizer(model, _):
+    optimizer = fs.owned(model, partial(torch.optim.SGD, lr=1.0), list(model.parameters()))
+    for param in model.parameters():
+        param.grad = -param.detach()
+    optimizer.step()
+
+
+def copy_of_layers():
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    return fs.shard(layers, strategy="shard_grad_op", param_dtype="bf16", wrap=["Linear"])
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        load_twice_the_weights,
+        twice_in_unsharded,
+        twice_by_an_owned_optimizer,
+        lambda model, _: twice(model),
+    ],
+)
+def test_a_unit_on_its_own_computes_with_what_was_written_after_a_forward(write, tmp_path):
+    model, x = copy_of_layers(), torch.ones(2, 8, dtype=torch.bfloat16)
+    model(x)
+    before = model[1](x).detach().clone()
+    write(model, tmp_path)
+    assert torch.equal(model[1](x), 2 * before)

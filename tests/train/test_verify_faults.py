@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+import fullshard as fs
 from fullshard.config.load import load_config
 from fullshard.recipes import base, head
 from fullshard.verify import check as verify
+from fullshard.verify.compare import LOW, WEIGHTS
 from fullshard.verify.faults import Fault
 from fullshard.verify.rank import run_passes
 from support import forked
@@ -110,6 +112,28 @@ def test_fault_in_the_loss_that_runs_compute_in_chunks_is_found(ranks, checks):
     assert next(row.name for row in verdict.rows if not row.is_equal) == "loss"
 
 
+def on_a_rank_that_always_clips(folder):
+    right = fs.clip_grad_norm_
+
+    def wrong(model, max_norm):
+        norm = right(model, max_norm)
+        for param in model.parameters():
+            param.grad.mul_(max(1.0, max_norm / norm))
+        return norm
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fs, "clip_grad_norm_", wrong)
+        run_passes(Path(folder))
+
+
+def test_gradients_that_are_clipped_without_need_are_found(ranks, checks):
+    folder, prepared = checks["gpt_neox", False]
+    prepared.job.write(folder)  # without the fault of another test
+    ranks(2)(on_a_rank_that_always_clips, str(folder), timeout=100)
+    verdict = verify.judge(prepared.job, folder, time.perf_counter())
+    assert [row.name for row in verdict.rows if not row.is_equal] == ["step after loading"]
+
+
 @pytest.fixture(scope="module")
 def sound(ranks, checks, tmp_path_factory):
     """A folder with both sides of a check that found nothing."""
@@ -163,6 +187,24 @@ def test_element_that_no_rank_holds_is_found(sound, tmp_path):
     wrong = [row for row in verify.judge(job, folder, 0.0).rows if not row.is_equal]
     assert [row.name for row in wrong] == ["gradients", "updated parameters"]
     assert all(math.isinf(row.worst_error) and name in row.where for row in wrong)
+
+
+def test_a_weight_that_is_never_updated_is_found_below_float32(sound, tmp_path):
+    folder, job = shutil.copytree(sound[0], tmp_path / "opt"), sound[1]
+    settings = {"tolerance": LOW, "compute_dtype": "bfloat16", "rounds_alike": True}
+    low = dataclasses.replace(job.passes[0], **settings)
+    job = dataclasses.replace(job, passes=(low,))
+    assert verify.judge(job, folder, 0.0).diagnosis is None
+    name = "model.decoder.layers.0.fc1.weight"
+    first = load_file(folder / WEIGHTS)[name].double().reshape(-1)
+    for file in (folder / "float64").glob("rank_*.safetensors"):
+        tensors = load_file(file)
+        for step in range(job.num_steps + 1):
+            at = tensors[f"{step // job.num_steps}/at/{name}"]
+            tensors[f"{step}/parameter/{name}"] = first[at]
+        save_file(tensors, file)
+    wrong = [row for row in verify.judge(job, folder, 0.0).rows if not row.is_equal]
+    assert [row.name for row in wrong] == ["updated parameters", "step after loading"]
 
 
 @pytest.mark.slow

@@ -114,3 +114,28 @@ def test_arrays_that_are_asked_for_at_once_are_one_exchange(devices, mesh):
     assert set(found["census"]) == {"all-to-all"}
     assert found["census"] == found["planned"]
     assert found["census"]["all-to-all"][0] == exchanges
+
+
+def ready():
+    """Whether all results of a step and of an evaluation are ready where they return."""
+    mesh = fj.make_mesh(1, 2, devices=jax.devices()[:2])
+    plan = fj.plan({"w": jax.ShapeDtypeStruct((64, 64), "float64")}, None, mesh)
+
+    def loss(params, batch):
+        layer = lambda x, _: (jax.numpy.tanh(x @ params["w"]), None)  # noqa: E731
+        return jax.lax.scan(layer, batch["x"], length=300)[0].sum(), 1
+
+    tx, batch = xla.optimizer(), {"x": np.ones((64, 64))}
+    state = fj.init(plan, lambda key: {"w": jax.random.normal(key, (64, 64))}, tx)
+    step, evaluate = fj.train_step(plan, loss, tx), fj.eval_step(plan, loss)
+    found = []
+    for _ in range(2):  # the first ones compile
+        state, metrics = step(state, batch)
+        found.append(all(leaf.is_ready() for leaf in jax.tree.leaves((state, metrics))))
+        found.append(all(leaf.is_ready() for leaf in jax.tree.leaves(evaluate(state, batch))))
+    return found
+
+
+def test_no_step_or_evaluation_is_left_running_on_several_cpu_devices(devices):
+    """Two that run at once can wait for the same threads forever."""
+    assert devices(ready) == [True] * 4

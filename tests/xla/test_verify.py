@@ -150,6 +150,15 @@ def test_the_mesh_of_the_run_is_played_where_it_is_small():
     assert mesh_of(*hybrid, "launch.num_processes=6") == (2, 3, ())
 
 
+def test_layers_are_frozen_by_their_numbers_in_the_full_model():
+    frozen = prepared_of(
+        "freeze=['model.layers.[0-4].mlp.*', 'model.layers.[5-8].mlp.*']"
+    ).job.frozen
+    assert [name for name in frozen if "layers.3." in name] == [
+        f"model.layers.3.mlp.{name}_proj.weight" for name in ("down", "gate", "up")
+    ]
+
+
 def test_a_low_precision_has_a_pass_of_its_own():
     passes = prepared_of("param_dtype=bf16").job.passes
     assert [(choice.name, choice.tolerance) for choice in passes] == [
@@ -167,6 +176,7 @@ def test_a_low_precision_has_a_pass_of_its_own():
         (("sharding.transport=direct",), None, "transport: 'direct' is not yet supported"),
         (("model.config.attention_dropout=0.5",), None, "attention_dropout: expected one of 0.0"),
         (("sharding.tensor=4",), None, "tensor: expected a divisor of 2"),
+        (("freeze=['model.layers.[0-3].mlp.*']",), None, "which match 4 of 9 layers"),
         (("sharding.expert=2",), None, "expert: expected 1 for a model without experts; got 2"),
         (
             ("launch.num_processes=64", "sharding.replicate=8", "sharding.shard=8"),

@@ -55,7 +55,7 @@ _XLA: Rows = {
         ("ignore", "buffer_dtype", "output_dtype", "symmetric_memory"), ("Leave it out",)
     ),
     "grad_sync": (f"Use {GradSync.EVERY_MICRO_BATCH}",),
-    "param_dtype": ("Use bfloat16", DType.FLOAT16),
+    **dict.fromkeys(("master_dtype", "param_dtype"), ("Use bfloat16", DType.FLOAT16)),
     "transport": ("Use auto",),
     "context": ("Use shard for these ranks, or backend: torch",),
 }

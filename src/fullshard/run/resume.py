@@ -502,7 +502,6 @@ class RunCheckpoints(Keeper):
             CheckpointError: The save could not begin, or the save before it failed.
             PreemptedError: The run was asked to stop. It is saved, unless it never saves.
         """
-        saving.SAVES.check()
         self._record_saved()
         due = self.saves and (stopping or last or self.is_due(step))
         if due:

@@ -334,12 +334,13 @@ def passes_of(sharding: dict[str, Any], exact: float) -> tuple[Pass, ...]:
     settings.pop("poison")
     empty = {key: () if key == "fp32_modules" else None for key in DTYPE_KEYS}
     passes = [Pass("float64", exact, {**settings, **empty, "master_dtype": None})]
-    if any(dtype in low for dtype in (master, compute, reduce)) or any(
-        sharding[key] for key in DTYPE_KEYS[2:]
-    ):
+    others = any(sharding[key] for key in DTYPE_KEYS[2:])
+    if others or any(dtype in low for dtype in (master, compute, reduce)):
         scale = 1024.0 if compute is DType.FLOAT16 else 1.0
         name = next((d for d in (compute, reduce, master) if d in low), compute)
-        passes.append(Pass(name.value, LOW, settings, "float32", compute, reduce, scale))
+        dtypes = ("float32", compute, reduce)
+        alike = not others and master not in low
+        passes.append(Pass(name.value, LOW, settings, *dtypes, scale, rounds_alike=alike))
     return tuple(passes)
 
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,8 @@ OPTIMIZER = {
     "epsilon": 1e-4,
     "weight_decay": 0.1,
 }
-MAX_GRAD_NORM = 0.5
+# Largest norms of the trained steps, and of the step after loading, which is not clipped.
+MAX_GRAD_NORMS = 0.5, 500.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +75,9 @@ class Pass:
         loss_scale: Loss scale of the reference, against underflow of float16 gradients.
         wide: The reference computes in float64 throughout. transformers computes norms and rotary
             positions in float32, also in float64 models.
+        rounds_alike: Both sides round at the same places below float32. Then updates are compared,
+            and ranks compute the loss from all logits, as the reference does: chunks would round at
+            other places, which each step amplifies.
     """
 
     name: str
@@ -84,6 +88,7 @@ class Pass:
     reduce_dtype: str = "float64"
     loss_scale: float = 1.0
     wide: bool = False
+    rounds_alike: bool = False
 
     @property
     def is_exact(self) -> bool:
@@ -105,7 +110,7 @@ class CheckJob:
     device: str = "cpu"
     fault: str | None = None
     num_steps: int = NUM_STEPS
-    max_grad_norm: float = MAX_GRAD_NORM
+    max_grad_norms: tuple[float, float] = MAX_GRAD_NORMS
     optimizer: dict[str, float] = dataclasses.field(default_factory=lambda: dict(OPTIMIZER))
     loss_chunk_size: int | None = None  # None: the loss of all tokens at once
 
@@ -124,6 +129,10 @@ class CheckJob:
         """Steps whose gradients and parameters are written; losses and norms always are."""
         last = self.num_steps
         return tuple(step for step in range(last + 1) if step < NUM_STEPS or step >= last - 1)
+
+    def max_norm(self, step: int) -> float:
+        """The norm to which the gradients of a step are clipped."""
+        return self.max_grad_norms[step == self.num_steps]
 
     def write(self, folder: Path) -> None:
         """Writes job.json."""
@@ -176,6 +185,7 @@ LOSS, NORM, GRADIENT, PARAMETER = "loss", "gradient norm", "gradients", "updated
 STATE, RELOADED = "saved state", "step after loading"
 KINDS = (LOSS, NORM, GRADIENT, PARAMETER, STATE, RELOADED)
 MEAN = "mean over the ranks"
+FIRST = -1  # step of the weights before the first step
 
 # Gradients far below the largest one are rounding noise of terms that cancel. They are compared
 # relative to this share of the largest one.
@@ -235,7 +245,7 @@ class Sides:
 
     Attributes:
         numbers: Losses, norms and ties of the reference.
-        whole: Tensors of the reference.
+        whole: Tensors of the reference; those of step FIRST are the weights of both sides.
         facts: Numbers of every rank.
         pieces: Tensors of every rank.
     """
@@ -245,6 +255,8 @@ class Sides:
         place = folder / choice.name
         self.numbers = json.loads((place / "reference.json").read_text())
         self.whole = load_file(place / "reference.safetensors")
+        first = load_file(folder / WEIGHTS).items()
+        self.whole |= {f"{FIRST}/parameter/{name}": value for name, value in first}
         ranks = range(job.world_size)
         self.facts = [json.loads((place / f"rank_{rank}.json").read_text()) for rank in ranks]
         self.pieces = [load_file(place / f"rank_{rank}.safetensors") for rank in ranks]
@@ -269,11 +281,13 @@ class Sides:
 
     def piece(self, step: int, kind: str, rank: int, name: str) -> torch.Tensor | None:
         """A rank's elements of a tensor; gradients are those before clipping."""
+        if step == FIRST:
+            return self.part(step, kind, rank, name)
         found = self.pieces[rank].get(f"{step}/{kind}/{name}")
         if found is None or kind == "parameter":
             return found
         norm = self.facts[rank]["norm"][step]
-        return found.double() / min(1.0, self.job.max_grad_norm / (norm + 1e-6))
+        return found.double() / min(1.0, self.job.max_norm(step) / (norm + 1e-6))
 
     def at(self, step: int, rank: int, name: str) -> torch.Tensor | None:
         """Positions of a rank's elements in the flat parameter, in the order of its pieces."""
@@ -330,6 +344,7 @@ class Sides:
 
     def _tensor_errors(self, step: int, what: str, kind: str) -> Iterator[Difference]:
         floor = self._floor(step) if what == "gradient" else 1e-3
+        by_update = what == "parameter" and self.choice.rounds_alike
         for name in self.names:
             key = f"{step}/{what}/{name}"
             covered = torch.zeros(self.whole[f"0/parameter/{name}"].numel(), dtype=torch.bool)
@@ -341,10 +356,30 @@ class Sides:
                 found = self.piece(step, what, rank, name)
                 wanted = self.part(step, what, rank, name)
                 error = self._error(found, wanted, self._scale(key, floor))
+                if by_update:
+                    error = self._update_error(step, rank, name)
                 yield Difference(kind, step, rank, name, error)
                 covered[at] = True
             if not covered.all():
                 yield Difference(kind, step, None, name, math.inf)
+
+    def _update_error(self, step: int, rank: int, name: str) -> float:
+        """The error of a parameter's change since the last written step, relative to the change.
+
+        Below float32 an error may be as large as the whole update and small for the weight. Noise
+        moves a weight whose gradient should be zero, by less than the learning rate.
+        """
+        before = max(one for one in (FIRST, *self.job.written_steps) if one < step)
+
+        def change(of: Callable[..., torch.Tensor | None]) -> torch.Tensor | None:
+            now, then = (of(one, "parameter", rank, name) for one in (step, before))
+            if now is None or then is None or now.shape != then.shape:
+                return None
+            return now.double() - then.double()
+
+        now, then = (self.whole[f"{one}/parameter/{name}"].double() for one in (step, before))
+        floor = self.job.optimizer["learning_rate"]
+        return self._error(change(self.piece), change(self.part), max(self.size(now - then), floor))
 
     def _state_errors(self) -> Iterator[Difference]:
         step, state = self.job.num_steps - 1, self.state or {}

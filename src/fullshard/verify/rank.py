@@ -109,11 +109,11 @@ class _Batches:
     count = staticmethod(num_predicted)
 
     def __init__(self, training: _Training, source: int, first: int, injection: Injection) -> None:
-        self._training, self._source, self._first = training, source, first
+        self._training, self._source, self.first = training, source, first
         self._injection = injection
 
     def micro_batches(self, step: int) -> list[Batch]:
-        training, step = self._training, self._first + step
+        training, step = self._training, self.first + step
         self._injection.step = step
         training.record.facts["losses"].append([])
         prefixes = [f"{step}.{self._source}.{n}" for n in range(training.job.num_micro_batches)]
@@ -158,7 +158,7 @@ class _Training:
         device = self.seat.device
         sharding = injection.sharding(ShardConfig.of(self.choice.sharding), device)
         divide(model, self.seat)
-        if job.loss_chunk_size is not None:
+        if job.loss_chunk_size is not None and not self.choice.rounds_alike:
             self.objective = next_token(Head(model), job.loss_chunk_size)
         fs.shard(model.to(device).train(), sharding.without("context"), poison=True)
         injection.attach(model)
@@ -178,7 +178,7 @@ class _Training:
         settings = LoopSettings(
             num_steps=num_steps,
             eval_every=0,
-            max_grad_norm=self.job.max_grad_norm,
+            max_grad_norm=self.job.max_norm(data.first),
             schedule=Schedule(LrSchedule.CONSTANT, rate, 0, num_steps),
         )
         trainee = TorchTrainee(model, optimizer, lambda: (0, 0))

@@ -178,7 +178,8 @@ class _ReferenceTraining:
         """Clips, updates the masters and records them; returns the norm."""
         squares = [float(gradient.double().square().sum()) for gradient in gradients.values()]
         norm = sum(squares) ** 0.5
-        factor = min(1.0, self.job["max_grad_norm"] / (norm + 1e-6))
+        max_norm = self.job["max_grad_norms"][step == self.job["num_steps"]]
+        factor = min(1.0, max_norm / (norm + 1e-6))
         for name, gradient in gradients.items():
             self.masters[name].grad = gradient * factor
         self.optimizer.step()

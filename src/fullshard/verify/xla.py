@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,10 +46,10 @@ from fullshard.verify.check import (
     model_config_of,
     passes_of,
 )
-from fullshard.verify.compare import OPTIMIZER, WEIGHTS, CheckJob, Pass
+from fullshard.verify.compare import LOW, OPTIMIZER, WEIGHTS, CheckJob, Pass
 from fullshard.verify.faults import Fault, Injection
 from fullshard.xla import opt_state, processes
-from fullshard.xla.decoder import EMBEDDING, HEAD, DecoderConfig, plan_table, planned
+from fullshard.xla.decoder import BLOCKS, EMBEDDING, HEAD, DecoderConfig, plan_table, planned
 from fullshard.xla.loss import Decoder, next_token
 from fullshard.xla.opt_state import trained
 from fullshard.xla.plan import XlaPlan, mesh_for
@@ -57,6 +58,7 @@ from fullshard.xla.step import State, Step, train_step
 NUM_STEPS = 20
 LEARNING_RATE = 1e-3  # rounding noise grows faster with larger steps
 EXACT, SINGLE = 1e-10, 1e-5
+ROUTED = 0.5  # below float32, where a token may go to other experts
 MOST_DEVICES = 8
 
 
@@ -74,15 +76,17 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
         )
     notes = list(left_out(config))
     full = model_config_of(config, fault, notes)
-    DecoderConfig.of(full).check_axes(config.sharding, alone=config.teacher is None)
+    decoder = DecoderConfig.of(full)
+    decoder.check_axes(config.sharding, alone=config.teacher is None)
+    frozen = [name.replace(BLOCKS[0], f"{BLOCKS[0]}.*") for name in decoder.frozen(config.freeze)]
     world_size = _fit_devices(config, notes)
     depth = min(8, max(NUM_LAYERS, config.sharding.activation_checkpointing.every))
     small, model = shrink(full, num_layers=depth)
     in_float64 = ShardConfig.of(config.sharding, master_dtype=DType.FLOAT64)
-    wide = config.model_copy(update={"sharding": in_float64})
+    wide = config.model_copy(update={"sharding": in_float64, "freeze": frozen})
     table = plan_table(small.config, wide, world_size)
     job = CheckJob(
-        passes=_passes(config.sharding, table),
+        passes=_passes(config.sharding, table, routed=decoder.num_experts > 0),
         world_size=world_size,
         num_micro_batches=min(2, config.training.gradient_accumulation_steps),
         frozen=tuple(name for a in table.arrays if not a.trainable for name in a.names()),
@@ -117,11 +121,13 @@ def _fit_devices(config: RunConfig, notes: list[str]) -> int:
     return fitting
 
 
-def _passes(sharding: ShardConfig, table: ArraysPlan) -> tuple[Pass, ...]:
+def _passes(sharding: ShardConfig, table: ArraysPlan, *, routed: bool) -> tuple[Pass, ...]:
     """One pass in float64, one in float32, and one in the user's dtypes if those are lower."""
     sizes = table.mesh.axes(table.most_parts)
     settings: dict[str, Any] = {key: value for key, value in sharding if key != "poison"}
     wide, *low = passes_of({**settings, **sizes}, EXACT)
+    tolerance = ROUTED if routed else LOW
+    low = [replace(choice, tolerance=tolerance, rounds_alike=False) for choice in low]
 
     def in_dtype(name: str, tolerance: float) -> Pass:
         fields = {**wide.sharding, "master_dtype": name}
@@ -215,17 +221,13 @@ def run_pass(folder: Path, job: CheckJob, choice: Pass) -> None:
     decoder = DecoderConfig.of(read_config(folder, "model"))
     placed = _planned(decoder, ShardConfig.of(choice.sharding), job)
     tx = _optimizer(placed, job)
-    step = train_step(
-        placed,
-        next_token(Decoder(decoder, placed), job.loss_chunk_size or 0),
-        seeing(tx),
-        max_grad_norm=job.max_grad_norm,
-        num_micro_batches=job.num_micro_batches,
-    )
+    loss = next_token(Decoder(decoder, placed), job.loss_chunk_size or 0)
+    made = partial(train_step, placed, loss, seeing(tx), num_micro_batches=job.num_micro_batches)
     batches, record = _batches_of(folder, job), DeviceResults(placed, job)
     dtype = getattr(torch, choice.master_dtype)
     weights = {name: value.to(dtype) for name, value in load_file(folder / WEIGHTS).items()}
     state = state_of(placed, weights, seeing(tx))
+    step = made(max_grad_norm=job.max_norm(0))
     state = _train(state, step, batches, range(job.num_steps), (job, record))
     (folder / choice.name).mkdir(exist_ok=True)
     whole = torch_weights(state)
@@ -237,6 +239,7 @@ def run_pass(folder: Path, job: CheckJob, choice: Pass) -> None:
     fresh, _ = xla_state.load(placed, place, tx)
     seen = SeenState(state.opt_state.gradients, fresh.opt_state)
     again = replace(fresh, opt_state=seen)
+    step = made(max_grad_norm=job.max_norm(job.num_steps))
     _train(again, step, _batches_of(folder, job, honest=True), [job.num_steps], (job, record))
     record.write(folder / choice.name)
 

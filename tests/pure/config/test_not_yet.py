@@ -49,6 +49,10 @@ def test_sharding_that_is_built_passes(fields):
     [
         ({"backend": "jax", "sharding": {"transport": "direct"}}, "sharding.transport: 'direct'"),
         ({"backend": "jax", "sharding": {"fp32_modules": "a"}}, "sharding.fp32_modules: a list"),
+        (
+            {"backend": "jax", "sharding": {"master_dtype": "fp16"}},
+            "sharding.master_dtype: 'float16'",
+        ),
         ({"backend": "jax", "training": {"optim": "muon"}}, "training.optim: 'muon'"),
         (
             {"sharding": {"offload": "cpu"}, "training": {"optim": "adafactor"}},
