@@ -588,7 +588,8 @@ def put_back_shards(engine: Engine) -> None:
             placed = [] if group.is_in_place() else zip(group.members, group.addresses, strict=True)
             for member, address in placed:
                 param, master = member.param, group.master
-                if param.record.member is None or param.record.member() is not member:
+                owner = param.record.member and param.record.member()
+                if owner is None or owner.param is not param:  # a layer of two models has one
                     raise EngineError(
                         f"{clean_name(member.piece.name)}: expected its own tensor; got that of "
                         "another parameter (torch.utils.swap_tensors). Swap their values: "

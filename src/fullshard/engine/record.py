@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fullshard.engine._torch_compat import graph_task_id, no_guard
+from fullshard.engine._torch_compat import graph_task_id, no_guard, tree_leaves
 from fullshard.engine.guard import READ_NOTHING, misfit
 from fullshard.errors import EngineError
 from fullshard.planner.layout import Slice, clean_name
 from fullshard.transport.base import check_process
-from fullshard.transport.segment import MAPPINGS
+from fullshard.transport.segment import LOST
 
 if TYPE_CHECKING:
     from fullshard.engine.cuts import Cut
@@ -54,13 +54,15 @@ def before_read(values: Any, name: str | None = None) -> None:
             call(values, name)
 
 
-def _forked() -> None:
-    """Reads of shards raise an error where memory is lost. See [Note: forked processes]."""
-    if MAPPINGS:
-        BEFORE_READ.insert(0, lambda *_: check_process(os.getppid()))
+def _check_memory(values: Any, _: str | None) -> None:
+    """Check that shards are in memory of this process. See [Note: forked processes]."""
+    with no_guard():
+        at = [one.data_ptr() for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
+    if any(one in lost for one in at for lost in LOST):
+        check_process(os.getppid())
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=lambda: LOST and BEFORE_READ.insert(0, _check_memory))
 
 
 @dataclass(eq=False, slots=True)

@@ -101,7 +101,7 @@ class Segment:
     def __init__(self, mapping: mmap.mmap) -> None:
         self.mapping = mapping
         self.memory = torch.frombuffer(mapping, dtype=torch.uint8)
-        MAPPINGS.add(mapping)
+        _MAPPINGS.add(mapping)
 
     def view(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """(numel,) of a dtype, `start` bytes from the beginning of the segment.
@@ -136,19 +136,25 @@ class Segment:
             self.mapping.madvise(REMOVE, low, high - low)
 
 
-MAPPINGS: WeakSet[mmap.mmap] = WeakSet()  # of this process, and of the one that forked it
+_MAPPINGS: WeakSet[mmap.mmap] = WeakSet()
+LOST: list[range] = []  # addresses that this process had before it was forked
 
 
 def _shut() -> None:
     """Take access from a forked process. See [Note: forked processes] in transport/base.py."""
-    for mapping in MAPPINGS:
-        protect(mapping, 0)
+    for mapping in _MAPPINGS:
+        LOST.append(range(start := protect(mapping, 0), start + len(mapping)))
 
 
-def protect(mapping: mmap.mmap, access: int) -> None:
-    """Limits what this process can do with a mapping to `mmap.PROT_READ`, or 0: nothing."""
+def protect(mapping: mmap.mmap, access: int) -> int:
+    """Limits what this process can do with a mapping to `mmap.PROT_READ`, or 0: nothing.
+
+    Returns:
+        Its address.
+    """
     address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
     _mprotect(ctypes.c_void_p(address), ctypes.c_size_t(len(mapping)), access)
+    return address
 
 
 _mprotect = ctypes.CDLL(None).mprotect
