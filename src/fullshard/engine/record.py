@@ -57,7 +57,7 @@ def before_read(values: Any, name: str | None = None) -> None:
 def _check_memory(values: Any, _: str | None) -> None:
     """Check that shards are in memory of this process. See [Note: forked processes]."""
     with no_guard():
-        at = [one.data_ptr() for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
+        at = [address_of(one) for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
     if any(one in lost for one in at for lost in LOST):
         check_process(os.getppid())
 
