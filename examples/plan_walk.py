@@ -83,7 +83,7 @@ for strategy in ("full_shard", "shard_grad_op", "no_shard"):
 # %% Ranks
 for world_size in (1, 8, 64, 1024):
     other = fs.plan(LLAMA, world_size=world_size, local_world_size=min(8, world_size))
-    print(f"  {world_size:>5} ranks: {other.peak_bytes['device'] / MIB:>8.1f} MiB of state per rank")
+    print(f"  {world_size:>5} ranks: {other.peak_bytes['device'] / MIB:>8.1f} MiB of state")
 
 # %% [markdown]
 # Deeper prefetch hides slower networks; each unit of depth costs one slot.
