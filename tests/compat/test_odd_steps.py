@@ -1,4 +1,4 @@
-"""Steps out of the ordinary, of both interfaces: frozen, unused and repeated parts, odd inputs."""
+"""Unusual steps of both interfaces: frozen, unused and repeated parts, unusual inputs."""
 
 import copy
 from collections.abc import Callable
@@ -32,7 +32,7 @@ WRAPS: list[Callable[[nn.Module], nn.Module]] = [
 
 
 class Parts(nn.Module):
-    """Three layers; what runs, and how often, is the caller's."""
+    """Three layers; the caller chooses which run, and how often."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ class Parts(nn.Module):
                 return self.c(self.b(self.b(self.a(x))))
             case "detached":
                 return self.c(self.b(self.a(x)).detach())
-        return Boxed(self.c(self.a(x)))  # b unused, and no plain output
+        return Boxed(self.c(self.a(x)))  # b is unused, and the output is an object
 
 
 @dataclass
@@ -117,7 +117,7 @@ def test_frozen_parameters_train_as_in_one_process():
 
 @on_ranks(2)
 def test_optimizer_groups_ties_and_half_after_wrapping():
-    """Optimizer groups by name; a tied head; two forwards before one backward; late steps."""
+    """Covers groups by name, a tied head, two forwards before a backward, and late steps."""
 
     def optimizer_of(model):
         named = list(model.named_parameters())
@@ -193,7 +193,7 @@ def in_a_vmap(model, x):
 @pytest.mark.parametrize("wrap", [fully_shard, FSDP])
 @pytest.mark.parametrize("run", [in_inference_mode, in_a_transformation, in_a_vmap])
 def test_a_model_may_run_first_in_a_mode_or_a_transformation(run, wrap):
-    """The engine is created there, and outlives it."""
+    """The engine is created inside, and stays usable outside."""
     reference, model = layers(), wrap(layers())
     x = torch.ones(2, 5)
     torch.testing.assert_close(run(model, x), run(reference, x))
