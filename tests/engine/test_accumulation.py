@@ -86,7 +86,7 @@ def test_accumulation_holds_at_every_prefetch_depth(strategy):
         assert_parity(chain, WORKS[pattern], settings, alone=ALONE[3], kinds=("sgd",))
 
 
-# ---- parameters that only a deferred micro-batch used ---------------------------------------------
+# ---- parameters that only a deferred micro-batch used --------------------------------------------
 
 
 def all_deferred_and_some_reduced(model, step, rank, some):
@@ -114,8 +114,8 @@ def test_gradients_of_only_a_deferred_backward_are_reduced_too(strategy):
 def as_many_as_the_rank(model, step, rank, with_dummies):
     """Rank r runs r + 1 deferred micro-batches of three.
 
-    Forwards of sharded parameters are collectives, so every rank runs equally many. If backward gathers
-    too, a surplus micro-batch is scaled by zero.
+    Forwards of sharded parameters are collectives, so every rank runs equally many. If backward
+    gathers too, a surplus micro-batch is scaled by zero.
     """
     for micro in range(3):
         if is_sharded(model):
@@ -198,7 +198,7 @@ def test_a_deferred_backward_reduces_nothing_and_settles_nothing(defers, wanted)
 )
 @on_ranks(2)
 def test_deferred_gradients_are_whole_in_the_accumulate_dtype_and_freed(settings, itemsize):
-    """Compares bytes of deferred gradients after each micro-batch of three steps, and their peak."""
+    """Compares bytes of deferred gradients after each micro-batch of three steps, and the peak."""
     model = fs.shard(chain().to(settings.pop("model_dtype")), poison=True, **settings)
     dtype = next(model.parameters()).dtype
     found = []

@@ -152,7 +152,7 @@ def test_equal_blocks_share_one_graph():
 
 
 def stepped(*, compiled):
-    """Returns this rank's shards after steps by a function that clips, steps and clears gradients."""
+    """Returns this rank's shards after compiled steps that clip, update and clear gradients."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
     fs.shard(model, transport="fake", shard=2)

@@ -1,7 +1,7 @@
 """Experts on their own mesh: DTensors over ranks with different batches.
 
-transformers, or layers in torchtitan's style, shard the experts and exchange the tokens. One process
-in float64 is the reference.
+transformers, or layers in torchtitan's style, shard the experts and exchange the tokens. One
+process in float64 is the reference.
 """
 
 from contextlib import nullcontext
@@ -24,7 +24,7 @@ from support.experts import cut_as_transformers, mixtral, mixture_net, of, qwen,
 from support.other_axes import assert_numbers, check_steps, train_llama, train_net, vectors
 from support.ranks import on_ranks
 
-# ---- transformers'
+# ---- transformers
 
 
 def check_transformers(build, kind, sizes, settings=None, work=train_llama):
@@ -212,7 +212,7 @@ def test_axes_that_experts_do_not_support_are_refused_by_name():
     fs.shard(model, mesh=mesh)  # the model is unchanged
 
 
-# ---- norms and full tensors -----------------------------------------------------------------------
+# ---- norms and full tensors ----------------------------------------------------------------------
 
 
 @on_ranks(4, timeout=100)
@@ -250,7 +250,7 @@ def test_an_infinity_in_one_expert_skips_the_step_of_all_ranks():
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(model(vectors(0, dist.get_rank())).pow(2).mean()).backward()
     if dist.get_rank() == 3:
-        for param in model.blocks[2][1].experts.parameters():  # this rank has elements of that expert
+        for param in model.blocks[2][1].experts.parameters():  # this rank has a part of it
             param.grad.to_local().fill_(float("inf"))
     before = {n: p.full_tensor() for n, p in model.named_parameters()}
     scaler.step(optimizer)

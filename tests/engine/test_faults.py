@@ -26,7 +26,7 @@ CALL = 3  # call of fetch or reduce in that step: the second block's
 UNIT = 2  # the second block
 
 
-# ---- faults of a gather ---------------------------------------------------------------------------
+# ---- faults of a gather --------------------------------------------------------------------------
 
 
 class Fetched:
@@ -136,7 +136,7 @@ def part_of_a_wrong_rank(engine, note):
         once(engine.transport, "fetch", spoils)
 
 
-# ---- faults of a reduction ------------------------------------------------------------------------
+# ---- faults of a reduction -----------------------------------------------------------------------
 
 
 class Summing:
@@ -320,7 +320,7 @@ def test_every_injected_fault_is_reported(ranks, strategy, world_size, poison, h
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
 def test_every_injected_fault_is_reported_where_shards_are_replicated(ranks, strategy):
     found = ranks(4)(reports, "chain", strategy, True, list(FAULTS), timeout=100)
-    assert_caught(found, poison=None)  # NaN elements differ from the replica first
+    assert_caught(found, poison=None)  # replicas are compared before NaN is noticed
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -330,7 +330,7 @@ def test_faults_are_reported_on_a_language_model(ranks, half):
     assert_caught(found, poison=True)
 
 
-# ---- faults outside the engine: equal data, weights that hide a fault ------------------------------
+# ---- faults outside the engine: equal data, weights that hide a fault ----------------------------
 
 
 @on_ranks(2)

@@ -129,7 +129,7 @@ def test_nccl_groups_have_high_priority_streams_and_the_default_time_out():
         assert call.device_id == device  # so that NCCL splits
     kinds = transport.axes.gather_group, transport.axes.reduce_group
     assert kinds[0] is not kinds[1]  # so that neither waits for the other's stream
-    assert len({id(call.backend_options) for call in calls}) == 4  # torch writes ranks into the options
+    assert len({id(call.backend_options) for call in calls}) == 4  # torch writes ranks into them
 
 
 # ---- the device of a rank; torch's answers about GPUs are replaced
