@@ -113,7 +113,7 @@ def test_the_step_after_an_exception_is_right():
 @pytest.mark.parametrize(("strategy", "world_size"), RANKED)
 @on_ranks("world_size", timeout=100)
 def test_the_step_after_many_exceptions_is_right(strategy):
-    """Fails before every step, in a different way each time."""
+    """Every failure happens once before every step."""
 
     def work(model, step, rank):
         for name in FAILURES:

@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Base(nn.Module):
-    """Parts before and after the blocks, which are not units."""
+    """Blocks between an embedding and a norm, which are not units."""
 
     def __init__(self):
         super().__init__()

@@ -247,7 +247,7 @@ def averaged_model_made_before(run):
 
 
 def two_models_in_turn(run):
-    """Two models learn; one of them learns from the other's outputs."""
+    """Trains two models in turn, then both on the sum of their losses."""
     one, two = run.shard(run.model()), run.shard(run.model())
     optimizers = [optim.SGD(one.parameters(), lr=0.1), optim.AdamW(two.parameters(), lr=1e-2)]
     for step in range(3):

@@ -101,7 +101,7 @@ def check_parity(dtype: str, strategy: str, **more: object) -> None:
 
 def check_memory(dtype: str, strategy: str) -> str:
     """Checks that a model allocates what the plan lists, no more in later steps, and frees it."""
-    _train_and_measure(dtype, strategy)  # the libraries have allocated their own memory
+    _train_and_measure(dtype, strategy)  # libraries have allocated their memory by now
     before = _allocated()
     now, planned, peaks = _train_and_measure(dtype, strategy)
     assert planned <= now - before <= planned + SLACK_BYTES, (now - before, planned)
@@ -130,7 +130,7 @@ def _train_and_measure(dtype: str, strategy: str) -> tuple[int, int, list[int]]:
         optimizer.step()
         optimizer.zero_grad()
         torch.cuda.synchronize()
-        if step >= 3:  # the order of units is learned, the optimizer has its states
+        if step >= 3:  # the order of units is learned, and the optimizer has its states
             peaks.append(torch.cuda.memory_stats()["requested_bytes.all.peak"])
     return _allocated(), engine_of(model).plan.peak_bytes["device"], peaks
 
