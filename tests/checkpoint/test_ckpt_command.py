@@ -375,9 +375,7 @@ def test_an_export_of_a_replaced_checkpoint_gets_no_name(
 
 
 @pytest.mark.parametrize("command", ["export", "import"])
-def test_an_import_of_rewritten_weights_gets_no_name(
-    fullshard, tmp_path, monkeypatch, command
-):
+def test_an_import_of_rewritten_weights_gets_no_name(fullshard, tmp_path, monkeypatch, command):
     """`save_pretrained` writes in place, so a copy could mix old and new weights."""
     folder, read, reads = tmp_path / "model", TensorFile.read, []
     folder.mkdir()

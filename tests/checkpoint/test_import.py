@@ -371,9 +371,7 @@ def test_an_import_of_a_trainers_checkpoint_reads_the_step_and_names_the_rest(fu
         ({"num_hidden_layers": 1}, "as it is: it lacks model.layers.1"),
     ],
 )
-def test_an_import_reports_a_configuration_of_another_model(
-    fullshard, tmp_path, change, said
-):
+def test_an_import_reports_a_configuration_of_another_model(fullshard, tmp_path, change, said):
     CASES["llama"].build().save_pretrained(tmp_path / "theirs")
     config = json.loads((tmp_path / "theirs" / "config.json").read_text())
     (tmp_path / "other").mkdir()

@@ -517,9 +517,7 @@ def test_a_reader_reports_that_its_checkpoint_was_replaced(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("ask", [newest_complete, lambda folder: superfluous(folder, 1)])
-def test_a_checkpoint_is_found_while_the_run_saves(
-    tmp_path, monkeypatch, ask
-):
+def test_a_checkpoint_is_found_while_the_run_saves(tmp_path, monkeypatch, ask):
     """A new checkpoint is renamed and the old one removed between two looks."""
     model, optimizer = model_and_optimizer()
     for step in (1, 2):

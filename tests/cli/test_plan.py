@@ -307,9 +307,7 @@ def test_an_exact_plan_is_the_figure_of_xla_for_the_compiled_step(fullshard, con
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("jax_cuda12_plugin") is None, reason="needs jax-cuda12-plugin")
-def test_steps_compiled_for_absent_gpus_have_the_planned_collectives(
-    fullshard, config
-):
+def test_steps_compiled_for_absent_gpus_have_the_planned_collectives(fullshard, config):
     gathered = []
     for dtype in ("float32", "bfloat16"):
         words = ("backend=jax", f"sharding.param_dtype={dtype}", "max_seq_length=32")

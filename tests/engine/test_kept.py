@@ -227,9 +227,7 @@ class Transposing(nn.Linear):
     [(0, [(5, 0)] * 6), (4, [(0, 0)] * 4 + [(0, 3)] * 2)],  # later ones are not detected
 )
 @on_ranks(2)
-def test_views_kept_by_hooks_are_refused_but_not_those_of_autograd(
-    start, wanted
-):
+def test_views_kept_by_hooks_are_refused_but_not_those_of_autograd(start, wanted):
     """Counts, per step, units that search for kept views, and kept weights with wrong values."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Transposing(WIDTH, WIDTH, bias=False) for _ in range(5)))

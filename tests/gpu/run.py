@@ -428,8 +428,8 @@ def sanitize() -> None:
 
     It patches every kernel. With NCCL, cuBLAS and a GPT it ran for more than 60 s on an H100. The
     step therefore runs a few small kernels of torch, without backtraces of the host. No GPU has
-    run it yet, so its time is not known. Without torch's caching allocator, each tensor is a separate
-    allocation, so that the tool sees an access beyond any of them.
+    run it yet, so its time is not known. Without torch's caching allocator, each tensor is a
+    separate allocation, so that the tool sees an access beyond any of them.
     """
     tool, under = shutil.which("compute-sanitizer"), ()
     if on_cuda():

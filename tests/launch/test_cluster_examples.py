@@ -39,9 +39,7 @@ def record(run):
 
 
 @pytest.mark.long
-def test_the_slurm_script_saves_on_a_signal_requeues_and_resumes(
-    tmp_path, monkeypatch
-):
+def test_the_slurm_script_saves_on_a_signal_requeues_and_resumes(tmp_path, monkeypatch):
     commands = {
         "srun": f'exec {sys.executable} {tmp_path}/srun.py "$@"',
         "scontrol": 'if [ "$1" = show ]; then echo localhost; else echo "$@" >> requeued; fi',

@@ -327,9 +327,7 @@ def test_a_stopped_launch_does_not_restart(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("code", [75, 130])
-def test_a_launch_stopped_on_another_machine_does_not_restart(
-    code, monkeypatch, tmp_path
-):
+def test_a_launch_stopped_on_another_machine_does_not_restart(code, monkeypatch, tmp_path):
     ends = [LaunchResult(code, LaunchResult(code).for_others(1, 1))]  # a second: IndexError
     monkeypatch.setattr("fullshard.launch.spawn.launch_local_ranks", lambda order: ends.pop())
     words = ["--max-restarts", "2", "--log-dir", str(tmp_path), "-m", "x"]

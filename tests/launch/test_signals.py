@@ -97,9 +97,7 @@ def test_a_second_ctrl_c_does_not_wait_for_ranks_that_ignored_the_first(
     assert_all_end(pids)
 
 
-def test_a_typed_failure_during_an_interrupt_is_reported(
-    launch, tmp_path, monkeypatch
-):
+def test_a_typed_failure_during_an_interrupt_is_reported(launch, tmp_path, monkeypatch):
     monkeypatch.setenv("READY", str(tmp_path))
     launcher = launch("fail_to_save", stderr=subprocess.PIPE, text=True)
     wait_until(lambda: len(list(tmp_path.glob("[01]"))) == 2, 30, "both ranks are ready")

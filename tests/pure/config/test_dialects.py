@@ -96,7 +96,9 @@ def test_a_strategy_keeps_its_meaning(load, prefix, written, strategy):
     ],
 )
 @pytest.mark.parametrize("form", ["fsdp: {}", "training: {{fsdp: {}}}"])
-def test_fsdp_of_the_trainer_may_be_text_a_list_or_a_mapping(load, form, written, strategy, offload):
+def test_fsdp_of_the_trainer_may_be_text_a_list_or_a_mapping(
+    load, form, written, strategy, offload
+):
     text = form.format(written if written[0] in "[{" or written == "true" else f'"{written}"')
     sharding = load(text if "training" in form else f"{text}\noutput_dir: x").config.sharding
     assert sharding.strategy is strategy

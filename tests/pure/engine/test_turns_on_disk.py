@@ -9,7 +9,7 @@ from torch import nn
 from fullshard.engine.disk import PAGE, Disk, Room, put_back, step_in_turns
 
 NUMEL, GRAIN = 8 * PAGE, PAGE
-ONE = 3 * 2 * PAGE + 3 * 4 * GRAIN  # bytes of a turn with one tensor each: parameter, gradient, momentum
+ONE = 3 * 2 * PAGE + 3 * 4 * GRAIN  # bytes of a turn: parameter, gradient, momentum
 
 
 class Momentum(torch.optim.SGD):

@@ -14,7 +14,7 @@ from fullshard.planner.plan import make_plan
 from fullshard.planner.spec import ModelSpec, ModuleSpec, ParamSpec
 from fullshard.planner.tracing import Operation, UnitWork
 
-NOTHING, FETCH_S, WORK_S = 1e-15, 1e-4, 10.0  # time of a byte, of a fetched byte, of a unit's forward
+NOTHING, FETCH_S, WORK_S = 1e-15, 1e-4, 10.0  # per byte, per fetched byte, per forward
 WORKS = Operation("gelu", "float32", (1,))
 
 

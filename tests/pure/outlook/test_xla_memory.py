@@ -44,7 +44,7 @@ def test_many_logits_put_the_peak_at_the_head():
 
 def test_a_tied_embedding_has_one_gradient():
     found = peak(table(tied=True), num_logits=400)
-    assert found["gradient of the embedding"] == 0  # the embedding's gradient is added to the head's
+    assert found["gradient of the embedding"] == 0  # is added to the head's
     assert found["gradient of the head"] == EMBEDDING
 
 

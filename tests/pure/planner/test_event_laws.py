@@ -108,9 +108,7 @@ def replay(plan):
     strategy=st.sampled_from(STRATEGIES),
     nested=st.booleans(),
 )
-def test_no_event_uses_a_slot_of_another_unit(
-    num_blocks, frozen, depths, strategy, nested
-):
+def test_no_event_uses_a_slot_of_another_unit(num_blocks, frozen, depths, strategy, nested):
     plan = fs.plan(
         Model(num_blocks, min(frozen, num_blocks)),
         world_size=4,

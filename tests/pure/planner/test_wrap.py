@@ -49,7 +49,7 @@ def test_auto_finds_the_blocks_without_knowing_a_class_name(name):
     found = units(model)
     assert {n for n, role in found.items() if role == Role.BLOCK} == wanted
     assert units(model, wrap="transformer") == found
-    indivisible = set(model._no_split_modules or ())  # classes that transformers itself treats as blocks
+    indivisible = set(model._no_split_modules or ())  # blocks in transformers
     assert {type(model.get_submodule(block)).__name__ for block in wanted} <= indivisible
 
 
