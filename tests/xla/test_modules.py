@@ -1,4 +1,4 @@
-"""Models of NNX and of Equinox are taken apart into parameters and the rest, and put together."""
+"""Models of NNX and of Equinox are split into parameters and the rest, and merged again."""
 
 from typing import Any
 
@@ -42,13 +42,13 @@ def equinox_model():
 
 
 def apart(trees):
-    """The largest difference of two trees' leaves."""
+    """Returns the largest difference of two trees' leaves."""
     pairs = zip(*map(jax.tree.leaves, trees), strict=True)
     return max(float(abs(a - b).max()) for a, b in pairs)
 
 
 def taken_apart(library):
-    """Differences of what a model and its parts give: losses, gradients, a sharded step."""
+    """Differences between a model and its parts: losses, gradients, a sharded step."""
     draw = np.random.default_rng(0)
     x = draw.normal(size=(NUM_SAMPLES, WIDTH)).astype(np.float32)
     batch = {"x": x, "y": draw.integers(0, NUM_CLASSES, NUM_SAMPLES)}
@@ -81,7 +81,7 @@ def taken_apart(library):
 
 
 @pytest.mark.parametrize("library", ["flax", "equinox"])
-def test_a_module_trains_under_a_plan_as_under_its_own_library(devices, library):
+def test_a_module_trains_under_a_plan_as_in_its_own_library(devices, library):
     assert max(devices(taken_apart, library)) < 1e-5
 
 
@@ -99,7 +99,7 @@ def said_of(library):
         model = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
     else:
         model = [eqx.nn.BatchNorm(4, "batch", mode="batch")]
-        fj.split(eqx.nn.make_with_state(lambda: model)()[0])  # its state is apart
+        fj.split(eqx.nn.make_with_state(lambda: model)()[0])  # its state is separate
     try:
         fj.split(model)
     except ConfigError as error:

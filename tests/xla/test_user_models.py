@@ -1,4 +1,4 @@
-"""Models of other libraries train under a plan as on one device, and move what the plan says."""
+"""Models of other libraries train as on one device, and communicate as planned."""
 
 from functools import partial
 from unittest.mock import patch
@@ -29,11 +29,11 @@ GRID = [
 ]
 
 
-_ALONE = {}  # one device's results by model and optimizer: most of the time is its compiler's
+_ALONE = {}  # results of one device by model and optimizer, cached because they compile slowly
 
 
 def optimizer(name):
-    match name:  # large epsilons: some gradients are zero but for rounding
+    match name:  # large epsilons: some gradients are zero except for rounding
         case "adamw":
             return optax.adamw(1e-2, eps=1e-3)
         case "muon":
@@ -43,7 +43,7 @@ def optimizer(name):
 
 
 def apart(trees):
-    """The largest difference of two trees' leaves."""
+    """Returns the largest difference of two trees' leaves."""
     pairs = zip(*map(jax.tree.leaves, trees), strict=True)
     return max((np.abs(np.subtract(a, b, dtype=float)).max() for a, b in pairs), default=0.0)
 
@@ -97,7 +97,7 @@ def test_a_users_model_trains_as_on_one_device_and_resumes_elsewhere(
 ):
     found, (census, planned) = devices(trained, name, tx, mesh, tmp_path)
     assert found.pop("moved") > 1e-4
-    # NNX computes attention's softmax in float32, `mixed` all of it.
+    # NNX computes attention's softmax in float32, `mixed` everything.
     bound = {"nnx_vit": 1e-6, "mixed": 1e-4}.get(name, 1e-11)
     assert max(found.values()) < bound, found
     assert census == planned
