@@ -254,9 +254,7 @@ def told_of(folder):
     return str(error.value)
 
 
-def test_a_state_of_torch_that_optax_lacks_is_refused_and_not_dropped(
-    ranks, devices, tmp_path
-):
+def test_a_state_of_torch_that_optax_lacks_is_refused_and_not_dropped(ranks, devices, tmp_path):
     ranks(2)(saved_with_amsgrad, tmp_path)
     assert "it has those of AdamW, max_exp_avg_sq. Load only" in devices(told_of, tmp_path)
 
