@@ -311,7 +311,9 @@ def test_a_machine_that_ended_differs_from_one_that_was_killed(launchers, how):
         machines[0].leave(None)
     served.close()
     for one in machines[1:]:
-        one._thread.join(20)
+        if how == "killed":
+            wait_until(lambda one=one: one.failure, 20, "the killed launcher to be noticed")
+        one.leave(None)
         said = one.failure and one.failure.message
         assert (said is None) == (how == "ended"), said
         assert how == "ended" or "Its launcher was killed, or the network is down" in said
@@ -381,13 +383,21 @@ def test_each_gpu_that_cuda_visible_devices_shows_has_a_rank(shown, count, monke
         monkeypatch.setattr(f"torch.cuda.{name}", lambda known=known: known)
     monkeypatch.setattr("torch._C._cuda_getDeviceCount", lambda: 1, raising=False)
     chosen = []
-    monkeypatch.setattr("torch.cuda.set_device", chosen.append)
+
+    def choose(device):
+        chosen.append(device.index)
+        raise InterruptedError
+
+    monkeypatch.setattr("torch.cuda.set_device", choose)
     world_size = machine.configured_topology(LaunchConfig()).world_size
     assert world_size == (count or machine.DEFAULT_PROCESSES)
     for rank in range(count):
         place = LaunchEnvironment(Launcher.FULLSHARD, rank, count, rank, count)
-        assert rendezvous._cuda_device(place) == chosen[-1]
-    assert [device.index for device in chosen] == list(range(count))
+        for name, value in place.to_variables().items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(InterruptedError):
+            rendezvous.init_process_group()
+    assert chosen == list(range(count))
 
 
 def test_a_process_that_nobody_launched_has_no_group():

@@ -153,13 +153,15 @@ def test_merged_weights_are_those_that_peft_computes(name, tmp_path):
         torch.testing.assert_close(found[f"{layer}.weight"], weight)
 
 
-def adapted(run, seed=5, dtype=torch.float32):
+def adapted(run, seed=5, dtype=torch.float32, **places):
     """The torch side of a run that trains adapters on weights from a seed."""
     config, tokenizer, _ = made("untied llama")
     model = build_model(config, None, torch.float32, seed).to(dtype)
     add_adapters(model, run.lora)
     data = SimpleNamespace(tokenizer=tokenizer)
-    told = {"config": run, "folder": RunFolder(Path("run")), "model_config": config}
+    folder = RunFolder(Path("run"))
+    vars(folder).update(places)
+    told = {"config": run, "folder": folder, "model_config": config}
     side = TorchSide(SimpleNamespace(**told, dataset=data))
     side.model = fs.shard(model, master_dtype=dtype)
     side.optimizer = torch.optim.AdamW(side.model.parameters())
@@ -181,9 +183,7 @@ def test_adapters_continue_only_over_the_weights_that_they_were_trained_with(tmp
 def test_adapters_of_a_student_name_its_cut_of_the_teacher(tmp_path):
     run = RunConfig(lora={"r": 2}, teacher="whole", model="whole", distill={"layers": 1})
     places = {name: tmp_path / name for name in ("model", "adapter", "model_ema", "adapter_ema")}
-    side = adapted(run)
-    vars(side._session.folder).update(places)
-    side.export(None)
+    adapted(run, **places).export(None)
     told = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert told["base_model_name_or_path"] == "run/student"
 
