@@ -67,6 +67,23 @@ def losses(model, mode, ranks):
     return torch.stack(found).mean()
 
 
+def step_both(model, reference, optimizers, mode="all"):
+    """Steps a wrapped model and one process; compares gradients and parameters."""
+    losses(model, mode, [rank()]).backward()
+    losses(reference, mode, [0, 1]).backward()
+    with torch.no_grad():
+        model.eval()
+        losses(model, "all", [rank()])
+        model.train()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (ours.grad is None) is (theirs.grad is None), mode
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(ours.full_tensor(), theirs, atol=TOLERANCE), mode
+
+
 @on_ranks(2)
 def test_units_that_are_unused_repeated_or_cut_off():
     for wrap in WRAPS:
@@ -76,19 +93,7 @@ def test_units_that_are_unused_repeated_or_cut_off():
         model = wrap(net)
         optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, reference)]
         for mode in ("all", "skip", "boxed", "twice", "detached", "all"):
-            losses(model, mode, [rank()]).backward()
-            losses(reference, mode, [0, 1]).backward()
-            with torch.no_grad():
-                model.eval()
-                losses(model, "all", [rank()])
-                model.train()
-            for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-                assert (ours.grad is None) is (theirs.grad is None), mode
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-                assert torch.allclose(ours.full_tensor(), theirs, atol=TOLERANCE), mode
+            step_both(model, reference, optimizers, mode)
         for boxed in ({"x": torch.ones(1, 4)}, [torch.ones(1, 4)], Boxed(torch.ones(1, 4))):
             assert torch.allclose(model(boxed), reference(boxed), atol=1e-5)
 
@@ -106,13 +111,7 @@ def test_frozen_parameters_train_as_in_one_process():
         trained = [[p for p in m.parameters() if p.requires_grad] for m in (model, reference)]
         optimizers = [torch.optim.SGD(params, lr=0.1) for params in trained]
         for _ in range(3):
-            losses(model, "all", [rank()]).backward()
-            losses(reference, "all", [0, 1]).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            assert torch.allclose(ours.full_tensor(), theirs, atol=TOLERANCE)
+            step_both(model, reference, optimizers)
 
 
 @on_ranks(2)

@@ -68,16 +68,15 @@ def test_losses_norms_and_evaluation_are_those_of_one_process(runs):
     assert sharded["trainer"]["parameters"] == plain["trainer"]["parameters"]
 
 
+def assert_same_file(folder, name, tolerance):
+    ours, theirs = (load_file(folder / who / name) for who in ("sharded", "plain"))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+
+
 @pytest.mark.long
 def test_the_saved_folder_has_the_weights_of_one_process(runs):
     folder, _, _ = runs
-    ours, theirs = (
-        load_file(folder / who / "trainer" / "final" / "model.safetensors")
-        for who in ("sharded", "plain")
-    )
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        torch.testing.assert_close(value, theirs[name], rtol=0, atol=1e-12)
+    assert_same_file(folder, "trainer/final/model.safetensors", 1e-12)
     AutoModelForCausalLM.from_pretrained(folder / "sharded" / "trainer" / "final")
 
 
@@ -108,13 +107,7 @@ def test_an_adapter_trains_as_in_one_process_and_is_saved_alone(runs):
     folder, plain, sharded = runs
     assert_same(sharded["sft"]["history"], plain["sft"]["history"], 1e-4)
     assert sharded["sft"]["strategy"] == "shard_grad_op"  # a value of the launcher's file
-    ours, theirs = (
-        load_file(folder / who / "sft" / "final" / "adapter_model.safetensors")
-        for who in ("sharded", "plain")
-    )
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        torch.testing.assert_close(value, theirs[name], rtol=0, atol=1e-4)
+    assert_same_file(folder, "sft/final/adapter_model.safetensors", 1e-4)
     assert not (folder / "sharded" / "sft" / "final" / "model.safetensors").exists()
 
 

@@ -380,27 +380,36 @@ ENDS = {  # how the main job ends: exit code, status, message
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "rank"), ENDS)
-def test_a_run_records_how_it_was_ended(name, rank, tmp_path):
-    output = tmp_path / "run"
-    words = [f"output_dir={output}", "max_steps=100000", "num_processes=2"]
-    if name == "SIGSTOP":  # an ended rank is noticed at once
-        words.append("launch.timeout=5")
+def ended_by(act, output, *more):
+    """Runs the main job until `act` ends it; returns its exit code, errors and record."""
+    words = [f"output_dir={output}", "max_steps=100000", "num_processes=2", *more]
     command = [sys.executable, "-m", "fullshard", "train", *words]
     metrics = output / "metrics.jsonl"
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, 100, "a first step")
-            ranks = sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)
-            whom = process if rank is None else ranks[rank]
-            whom.send_signal(getattr(signal, name))
+            act(process)
             _, err = process.communicate(timeout=60)
         finally:
             process.kill()
     record = json.loads((output / "run.json").read_text())
+    assert process.returncode == record["exit_code"], err
+    return process.returncode, err, record
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "rank"), ENDS)
+def test_a_run_records_how_it_was_ended(name, rank, tmp_path):
+    def end(process):
+        ranks = sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)
+        whom = process if rank is None else ranks[rank]
+        whom.send_signal(getattr(signal, name))
+
+    output = tmp_path / "run"
+    more = ["launch.timeout=5"] * (name == "SIGSTOP")  # an ended rank is noticed at once
+    exit_code, err, record = ended_by(end, output, *more)
     code, status, said = ENDS[name, rank]
-    assert (process.returncode, record["exit_code"], record["status"]) == (code, code, status)
+    assert (exit_code, record["status"]) == (code, status)
     assert re.search(said, err)
     if rank is not None:
         assert (record["error"]["type"], record["error"]["rank"]) == ("HangError", rank)
@@ -411,22 +420,13 @@ def test_a_run_records_how_it_was_ended(name, rank, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGQUIT", 75)])
 def test_repeated_signals_end_a_run_like_one_signal(name, code, tmp_path):
-    output = tmp_path / "run"
-    words = [f"output_dir={output}", "max_steps=100000", "num_processes=2"]
-    command = [sys.executable, "-m", "fullshard", "train", *words]
-    metrics = output / "metrics.jsonl"
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, 100, "a first step")
-            while process.poll() is None:
-                process.send_signal(getattr(signal, name))
-                time.sleep(0.005)
-            _, err = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    record = json.loads((output / "run.json").read_text())
-    assert (process.returncode, record["exit_code"]) == (code, code), err
-    assert record["status"] == "interrupted"
+    def repeat(process):
+        while process.poll() is None:
+            process.send_signal(getattr(signal, name))
+            time.sleep(0.005)
+
+    exit_code, err, record = ended_by(repeat, tmp_path / "run")
+    assert (exit_code, record["status"]) == (code, "interrupted")
     assert "Traceback" not in err
     assert re.search(r"(Interrupted|Stopped)\. (No|The last) (saved )?step", err), err
 

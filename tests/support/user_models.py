@@ -383,6 +383,12 @@ def trainable(plan: Any, params: Any) -> tuple[Any, Any]:
     return mine, plan.with_arrays(lambda array, leaf: None if array.trainable else leaf, params)
 
 
+def apart(trees: Any) -> float:
+    """Returns the largest difference of two trees' leaves."""
+    pairs = zip(*map(jax.tree.leaves, trees), strict=True)
+    return max((np.abs(np.subtract(a, b, dtype=float)).max() for a, b in pairs), default=0.0)
+
+
 def scan_alone(block: Any, x: Any, stacked: Any, inputs: Any = None) -> Any:
     """Runs the blocks in a Python loop."""
     for at in range(len(jax.tree.leaves(stacked)[0])):

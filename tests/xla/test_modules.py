@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fullshard.errors import ConfigError
-from support.lazy import eqx, fj, jax, jnp, nnx, optax
+from support.lazy import eqx, fj, jax, jnp, nnx, optax, user_models
 
 NUM_SAMPLES, WIDTH, NUM_CLASSES = 16, 64, 10
 
@@ -41,12 +41,6 @@ def equinox_model():
     return Model(layers, eqx.nn.Linear(WIDTH, NUM_CLASSES, key=keys[3]), jax.nn.gelu)
 
 
-def apart(trees):
-    """Returns the largest difference of two trees' leaves."""
-    pairs = zip(*map(jax.tree.leaves, trees), strict=True)
-    return max(float(abs(a - b).max()) for a, b in pairs)
-
-
 def taken_apart(library):
     """Differences between a model and its parts: losses, gradients, a sharded step."""
     draw = np.random.default_rng(0)
@@ -77,7 +71,7 @@ def taken_apart(library):
         nnx.Optimizer(model, tx, wrt=nnx.Param).update(model, wanted[1])
     else:
         model = eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, wanted[1]))
-    return apart((found, wanted)), abs(float(stepped - mean(model)))
+    return user_models.apart((found, wanted)), abs(float(stepped - mean(model)))
 
 
 @pytest.mark.parametrize("library", ["flax", "equinox"])

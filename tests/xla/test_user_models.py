@@ -3,7 +3,6 @@
 from functools import partial
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 
 from support.lazy import fj, fx, jax, optax, user_models
@@ -42,12 +41,6 @@ def optimizer(name):
             return optax.adafactor(1e-2, eps=1e-6)
 
 
-def apart(trees):
-    """Returns the largest difference of two trees' leaves."""
-    pairs = zip(*map(jax.tree.leaves, trees), strict=True)
-    return max((np.abs(np.subtract(a, b, dtype=float)).max() for a, b in pairs), default=0.0)
-
-
 def trained(name, tx_name, mesh_name, folder, recompute="none"):
     """Differences from one device, and collectives as compiled and as planned."""
     model, tx = user_models.MODELS[name](), optimizer(tx_name)
@@ -80,13 +73,13 @@ def trained(name, tx_name, mesh_name, folder, recompute="none"):
         _ALONE[name, tx_name] = user_models.alone(model, start, tx, NUM_STEPS, num_parts, parts)
     wanted = _ALONE[name, tx_name]
     return {
-        "losses": apart(([*losses, *rest], wanted[0])),
-        "losses resumed": apart((again, wanted[0][SAVED_AFTER:])),
-        "parameters": apart((fj.full_params(state), wanted[1])),
-        "parameters resumed": apart((fj.full_params(resumed), wanted[1])),
-        "variables": apart((state.variables, wanted[2])),
-        "variables resumed": apart((resumed.variables, wanted[2])),
-        "moved": apart((start, wanted[1])),
+        "losses": user_models.apart(([*losses, *rest], wanted[0])),
+        "losses resumed": user_models.apart((again, wanted[0][SAVED_AFTER:])),
+        "parameters": user_models.apart((fj.full_params(state), wanted[1])),
+        "parameters resumed": user_models.apart((fj.full_params(resumed), wanted[1])),
+        "variables": user_models.apart((state.variables, wanted[2])),
+        "variables resumed": user_models.apart((resumed.variables, wanted[2])),
+        "moved": user_models.apart((start, wanted[1])),
     }, collectives
 
 
