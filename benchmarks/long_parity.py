@@ -38,7 +38,7 @@ svg { font-family: system-ui, sans-serif; background: #fff; }
 
 @dataclass(frozen=True)
 class Job:
-    """Which tokens to train on, and for how long.
+    """Tokens to train on, and number of steps.
 
     Attributes:
         sequences: (num_sequences, seq + 1), token ids.

@@ -69,7 +69,7 @@ METHOD = (
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks measure; `num_bytes` counts parameters, gradients and moments."""
+    """Settings of the ranks' measurement; `num_bytes` counts parameters, gradients and moments."""
 
     num_bytes: int
     num_rounds: int

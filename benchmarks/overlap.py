@@ -67,7 +67,7 @@ METHOD = (
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks measure.
+    """Settings of the ranks' measurement.
 
     Attributes:
         compute_per_wire: Time of a block's forward divided by that of its gather.

@@ -22,7 +22,7 @@ from fullshard.planner.schedule import Event, EventKind, Recorder
 
 LANES = ("compute", "gather", "reduce")
 COMPUTES = (EventKind.FORWARD, EventKind.BACKWARD)
-# What travels, and the event of the same unit in which this rank waits for it.
+# Messages, and the event of the same unit in which this rank waits for each.
 WAITED_IN = {
     EventKind.GATHER: (*COMPUTES, EventKind.RELEASE),
     EventKind.REDUCE: (EventKind.ACCUMULATE,),

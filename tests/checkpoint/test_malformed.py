@@ -377,7 +377,7 @@ def test_pipes_devices_and_links_out_of_the_folder_are_refused(fullshard, seeds,
         done = fullshard("ckpt", "import", folder, tmp_path / "out")
         assert (done.exit_code, (tmp_path / "out").exists()) == (7, False)
     assert f"tokenizer.json: expected a file of this folder; it is a link to '{secret}'" in done.err
-    # A snapshot of a Hugging Face cache contains only links to the blobs beside it.
+    # A snapshot of a Hugging Face cache contains only links to blobs in a sibling folder.
     cache = tmp_path / "models--x"
     (cache / "blobs").mkdir(parents=True)
     shutil.copytree(seeds / "safetensors", cache / "snapshots" / "1")

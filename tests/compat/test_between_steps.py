@@ -1,4 +1,4 @@
-"""What users do to wrapped models between steps and inside hooks."""
+"""Users' operations on wrapped models between steps and inside hooks."""
 
 import copy
 import os
@@ -264,7 +264,7 @@ def plain(param):
 
 @on_ranks(2)
 def test_data_that_stays_assigned_keeps_its_values():
-    """Also after the shard returned meanwhile, and if shards are swapped as plain tensors."""
+    """Includes a shard that returns in between, and shards swapped as plain tensors."""
     found = []
     for net in (stack(), FSDP(stack())):
         x, (one, _, two, _) = torch.ones(2, 5), net.parameters()
@@ -317,7 +317,7 @@ def test_data_of_new_parameters_and_of_assigned_values_is_shared():
 
 @on_ranks(2)
 def test_views_of_an_assigned_full_value_are_sharded_with_it():
-    """Also on the rank with all elements, and on the rank with none."""
+    """Includes a rank with all elements, and a rank with none."""
     found = []
     for net in (layers(), fully_shard(layers())):
         x, (weight, bias, *_) = torch.ones(2, 5), net.parameters()
@@ -534,7 +534,7 @@ def test_ranks_with_unchanged_elements_join_a_resharding():
 @on_ranks(3)
 @pytest.mark.parametrize("wrap", [fully_shard, FSDP])
 def test_whole_data_may_be_assigned_where_one_rank_has_all_elements(wrap):
-    """Also before the first forward, and where ranges change in the same step."""
+    """Includes data before the first forward, and ranges that change in the same step."""
     for first in (0, 1):
         reference, model = layers(), layers()
         for net in (reference, model):

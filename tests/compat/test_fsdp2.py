@@ -137,7 +137,7 @@ def test_mixed_precision_is_each_units_own():
 
 @on_ranks(2)
 def test_meta_init_and_state_dicts_as_torchtitan_has_them():
-    """As torchtitan does."""
+    """Runs torchtitan's sequence of calls."""
     reference = build()
     with torch.device("meta"):
         model = Net()
@@ -305,7 +305,7 @@ def test_methods_of_modules():
 
 @on_ranks(2)
 def test_compiled_blocks_are_units_as_in_torch():
-    """As in torchtitan."""
+    """torchtitan compiles blocks before it shards them."""
     model, reference = build(), build()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # importing torch's compiler warns
@@ -415,7 +415,7 @@ def test_the_next_forward_waits_for_the_optimizers_event():
 
 
 def test_values_move_to_the_device_of_this_rank(monkeypatch):
-    """As with torch. CPU 0, an index that no tensor reports, stands in for a GPU."""
+    """torch moves them too. CPU 0, an index that no tensor reports, stands in for a GPU."""
     model, there, moved, to = build(), torch.device("cpu", 0), [], torch.Tensor.to
 
     def noted(tensor, device):

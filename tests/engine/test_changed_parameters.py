@@ -194,7 +194,7 @@ def averaged(**options):
 @pytest.mark.parametrize("transport", ["c10d", "direct", "shared"])
 @on_ranks(2)
 def test_a_unit_that_writes_weights_before_reading_them_is_refused(transport, asks):
-    """Also if ranks compared their writes in between."""
+    """Includes ranks that compared their writes in between."""
     model = averaged(first=True, asks=asks)
     fs.shard(model, wrap=("Averaged",), poison=True, transport=transport)
     with pytest.raises(EngineError, match=r"0.key.weight: expected a forward of 0 that does not"):

@@ -424,7 +424,7 @@ def test_one_rank_alone_can_ask_for_finiteness_and_sums_of_squares():
 )
 @on_ranks(2)
 def test_a_collective_question_of_one_rank_is_refused_on_all(num_steps, said):
-    """Rank 0 asks for a value that needs all ranks; the other goes on to its next forward."""
+    """Rank 0 asks for a value that needs all ranks; the other starts its next forward."""
     run, model = trained()
     for _ in range(num_steps - 1):
         run.loss(model, 0).backward()

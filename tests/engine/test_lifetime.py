@@ -102,7 +102,7 @@ def test_tensors_made_of_an_unfrozen_parameter_keep_no_model_alive(backward):
 
 @pytest.mark.parametrize("param_dtype", [None, "bf16"])
 def test_a_transport_with_a_reference_to_the_engine_keeps_no_model_alive(param_dtype):
-    """As with copies of offloaded shards on a device with streams."""
+    """Copies of offloaded shards on a device with streams have such a reference."""
     model = fs.shard(nn.Linear(8, 8), param_dtype=param_dtype)
     engine = engine_of(model)
     engine.home.await_reads = lambda engine=engine: None

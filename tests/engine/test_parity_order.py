@@ -109,7 +109,7 @@ def spilled(sample):
 
 
 def test_gradients_whose_slot_is_in_use_spill_within_the_planned_bound():
-    """As in a first step whose order is unknown, unless it was traced."""
+    """The first step's order is unknown unless it was traced, so gradients may spill."""
     found, events, used, most = spilled(None)
     assert events == [4, 0]  # two blocks of two buffers each
     assert used == most > 0

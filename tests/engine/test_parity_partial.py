@@ -23,7 +23,7 @@ from support.ranks import on_ranks
 
 
 class Adapter(torch.nn.Module):
-    """A frozen linear layer with a trainable low-rank one beside it (LoRA)."""
+    """A frozen linear layer with a trainable low-rank adapter (LoRA)."""
 
     def __init__(self, inner, rank=2):
         super().__init__()
@@ -317,7 +317,7 @@ def test_weights_frozen_after_a_forward_may_be_trained_in_its_backward():
 
 @on_ranks(2)
 def test_a_model_without_trained_parameters_gives_gradients_of_its_inputs():
-    """Also evaluates it."""
+    """The model is also evaluated."""
     model = fs.shard(sometimes().requires_grad_(False), poison=True)
     alone = sometimes().requires_grad_(False)
     for step in range(3):

@@ -210,7 +210,7 @@ def test_an_optimizer_made_inside_an_interrupted_forward_is_refused():
 
 @on_ranks(2)
 def test_a_failed_backward_drops_deferred_gradients():
-    """As fs.reset reports, deferred gradients are lost."""
+    """fs.reset reports that deferred gradients are lost."""
     model = fs.shard(chain(), poison=True)
     rank = dist.get_rank()
     with fs.no_sync(model):

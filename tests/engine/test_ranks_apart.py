@@ -323,7 +323,7 @@ def has_another(number, settings):
 
 @pytest.mark.parametrize("number", ["lr", "max_norm", "max_norm of torch", "scale"])
 def test_a_rank_that_updates_with_a_different_number_is_found(ranks, number):
-    """Also if no parameter has elements on all ranks, as in most units of four ranks."""
+    """In most units of four ranks, no parameter has elements on all ranks."""
     more = [(2, {}), (4, REPLICAS)] if number == "lr" else []
     for size, settings in [(4, {}), *more]:
         for text in ranks(size)(has_another, number, settings):
@@ -342,7 +342,7 @@ def test_a_rank_that_updates_with_a_different_number_is_found(ranks, number):
     ids=str,
 )
 def test_a_rank_whose_states_changed_alone_is_found(ranks, how, size, settings):
-    """Also if no parameter has elements on all ranks: others may skip empty shards."""
+    """Includes parameters without elements on some ranks, which may skip empty shards."""
     for text in ranks(size)(has_another, f"momentum that is {how}", settings):
         assert "with the same numbers on every rank (lr, " in text, text
 

@@ -104,7 +104,7 @@ def momentum_encoder_averaged_in_forward(run):
 
 
 def an_embedding_whose_hook_reads_its_weight(run):
-    """As with weight_norm and spectral_norm, its backward needs more than indices."""
+    """Like weight_norm and spectral_norm, its backward needs more than indices."""
     model = run.model()
     model.embed.register_forward_hook(lambda m, _, found: found * m.weight.square().mean())
     run.shard(model, transport="direct", wrap=["Block", "Embedding"])

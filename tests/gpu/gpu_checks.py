@@ -24,7 +24,7 @@ CASE = Case("gpu", width=256, layers=4, vocab=512, batch=2, seq=64, num_ranks=1)
 NUM_STEPS = 4
 MAX_NORM = 0.5
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Of the whole update: rounding in float32, and sums in another order (atomics) in bfloat16.
+# Relative to the whole update: float32 rounding, and a different order of sums in bfloat16.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
 SLACK_BYTES = 2**20  # counters and norms
 

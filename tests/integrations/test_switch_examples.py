@@ -19,7 +19,7 @@ SWITCH = Path(__file__).parents[2] / "examples" / "switch"
 
 
 def changed(script, sed, folder):
-    """Returns the script after the sed file; every rule must match exactly one line."""
+    """Returns the script as changed by the sed file."""
     text = subprocess.run(
         ["sed", "-f", SWITCH / sed, script], capture_output=True, text=True, check=True
     ).stdout

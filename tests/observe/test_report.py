@@ -231,7 +231,7 @@ def test_the_starting_command_and_machine_usage_are_shown(run):
 
 
 def test_the_last_sample_of_a_machine_is_read_if_it_is_whole(tmp_path):
-    """As in a file that was copied without its last newline."""
+    """A file may be copied without its last newline."""
     (tmp_path / "machine-0.jsonl").write_text('{"time": 1.0}\n{"time": 2.0}')
     assert read_machine(tmp_path) == {"0": [{"time": 1.0}, {"time": 2.0}]}
 

@@ -86,7 +86,7 @@ def without_dropout(config: Any) -> None:
 
 
 def _architectures() -> dict[str, Architecture]:
-    """Reads the rows of the table beside this file, by name."""
+    """Reads the rows of architectures.yaml by name."""
     rows = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     return {
         name: Architecture(

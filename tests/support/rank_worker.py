@@ -90,7 +90,7 @@ def serve(seat: Seat, pipe: Connection, listener: socket.socket | None) -> None:
 
 
 def _die_with_parent() -> None:
-    """Ends with the fork server, which ends when nobody holds its starter's pipe."""
+    """Ends with the fork server, which ends when its starter's pipe is closed everywhere."""
     leave_server()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -222,7 +222,7 @@ def _import_by_file(body: Body) -> types.ModuleType:
         raise ImportError(f"{body.file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     file = Path(body.file)
-    # As rewritten by pytest when it collected the file: `assert a == b` shows a and b here too.
+    # pytest rewrote the file when it collected it, so `assert a == b` shows a and b here too.
     code = _read_pyc(file, get_cache_dir(file) / f"{file.stem}{PYC_TAIL}")
     if code is None:
         source = file.read_bytes()

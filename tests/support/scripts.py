@@ -112,7 +112,7 @@ class Run:
         return torch.stack([loss_of(model, step, rank) for rank in self.ranks]).mean()
 
     def result(self, model: nn.Module, **logged: Any) -> dict[str, Any]:
-        """Returns what is compared: the weights by name, and what the script logged."""
+        """Returns the values to compare: the weights by name, and what the script logged."""
         state = fs.full_state_dict(model, rank0_only=False) if self.sharded else model.state_dict()
         return {"weights": {name: value.clone() for name, value in state.items()}, **logged}
 

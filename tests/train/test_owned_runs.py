@@ -20,7 +20,7 @@ from support.text import seeded_text
 
 
 def alone(model, optim):
-    """What one process steps; fullshard chooses nothing here."""
+    """Steps of one process; fullshard chooses nothing here."""
     named = dict(model.named_parameters())
     plain = {n for n in named if "norm" in n}
     decayed = [p for n, p in named.items() if n not in plain]

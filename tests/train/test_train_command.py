@@ -341,7 +341,7 @@ def test_a_diverged_run_ends_with_code_9_and_names_the_step(tmp_path, fullshard,
 
 @pytest.mark.slow
 def test_torchrun_starts_the_same_run(tmp_path, write_config, fullshard):
-    """Also if rank 0's checks complete the configuration, here with the model's length."""
+    """Rank 0's checks complete the configuration, here with the model's length."""
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2")
     config = write_config(tmp_path)
     config.write_text(config.read_text().replace("  max_seq_length: 32\n", ""))

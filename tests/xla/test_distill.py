@@ -124,7 +124,7 @@ def in_jax(case, shard, folder, batches):
 CASES = [
     # loss, alpha, dtype, from a cache, shard
     ("forward_kl", 0.6, "float64", False, 2),
-    ("reverse_kl", 1.0, "float64", False, 1),  # a teacher with experts beside a dense student
+    ("reverse_kl", 1.0, "float64", False, 1),  # a teacher with experts and a dense student
     ("jsd", 0.6, "float64", False, 2),  # with a tensor axis
     ("hidden", 0.7, "float64", False, 2),
     ("forward_kl", 0.8, "float64", True, 2),

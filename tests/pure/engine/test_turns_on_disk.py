@@ -67,7 +67,7 @@ def test_a_turn_is_read_after_its_buffer_is_written(tmp_path, writing):
 
 
 def test_an_optimizer_uses_mappings_only_between_writes(tmp_path, writing):
-    """As when it creates a parameter's states, and after an error."""
+    """It uses them when it creates a parameter's states, and after an error."""
     disk = Disk(str(tmp_path))
     old, new = on_disk(disk, NUMEL), on_disk(disk, PAGE // 2)
     optimizer = Momentum([old], writing)

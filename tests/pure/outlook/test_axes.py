@@ -56,7 +56,7 @@ def test_a_tensor_axis_divides_matmuls_but_not_norms_or_the_head(run):
 
 
 def test_sums_over_replicas_hide_behind_backward(run):
-    """As in the engine; without overlap they would delay a step by their whole time."""
+    """The engine overlaps them; otherwise they would delay a step by their whole time."""
     one, two = on(run, shard=4), on(run, shard=4, replicate=2)
     across = traffic(two)[2] - traffic(one)[2]
     assert 0 < step_times(two).step - step_times(one).step < 0.5 * across

@@ -366,7 +366,7 @@ def test_rows_are_the_examples_in_order_though_processes_share_the_parts(
 
 
 def test_the_banner_names_columns_that_are_not_read(tokenizer, tmp_path):
-    """Such as answers of preferences, and a column named like the part."""
+    """Examples are answers of preferences, and a column named like the part."""
     said = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     row = {"messages": said, "chosen": said[1:], "rejected": said[1:]}
     more = {"split": "test", "id": 4, "prompt": "one", "tools": [], "system": None, "note": ""}
