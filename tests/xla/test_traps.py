@@ -148,7 +148,7 @@ def test_no_device_initialises_the_whole_model(devices):
 
 
 def partitioned():
-    """Sharding that the partitioner gives a weight's gradient: gathered by us, and derived by jax."""
+    """Sharding that XLA gives a weight's gradient: gathered by us, and derived by jax."""
     from benchmarks.xla_auto import whole
 
     shapes = {"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)}
