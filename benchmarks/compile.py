@@ -38,7 +38,7 @@ METHOD = (
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks measure.
+    """Settings of the ranks' measurement.
 
     Attributes:
         backend: Backend of torch.compile.

@@ -12,7 +12,7 @@ from fullshard.bench.engines import BUILDERS, GPT, Feeder, Setup, timed_by_all
 
 
 class CompiledSetup(Setup):
-    """Every block is compiled before an engine sees it."""
+    """Compiles every block before an engine sees it."""
 
     backend = "inductor"
 

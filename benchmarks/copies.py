@@ -39,7 +39,7 @@ METHOD = (
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks count.
+    """Settings of the ranks' counts.
 
     Attributes:
         engines: Names from `engines.BUILDERS`.

@@ -26,8 +26,8 @@ from fullshard.engine import step as actions
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.planner.schedule import EventKind
 
-WARM_UP_STEPS = 2  # the first shows the order of units, the second runs it
-COPIES = ("copy", "cat", "clone", "stack")  # in the names of what copies and does nothing else
+WARM_UP_STEPS = 2  # the first step learns the order of units, the second uses it
+COPIES = ("copy", "cat", "clone", "stack")  # parts of the names of operations that only copy
 COPY_IN = "all_gather_copy_in"
 
 
@@ -46,7 +46,7 @@ class CopyCounter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if any(word in name for word in COPIES):
-            # FSDP2's takes and returns the whole buffer, and fills this rank's part of it.
+            # FSDP2's operation takes and returns the whole buffer but fills only this rank's part.
             leaves = tree_leaves(args[0] if name == COPY_IN else (args, kwargs, result))
             touched = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
             num_bytes = sum(tensor.nbytes for tensor in touched.values())
@@ -56,21 +56,21 @@ class CopyCounter(TorchDispatchMode):
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Counts inside the block; what peers send this rank is "received"."""
+    """Counts copies inside the block; bytes from peers are counted as "received"."""
     counter, receive = CopyCounter(), dist.irecv
 
     def received(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         counter.num_bytes[RECEIVED] += tensor.nbytes
         return receive(tensor, *args, **kwargs)
 
-    # The engine does its own work outside of dispatch modes: not of this one.
+    # The engine disables dispatch modes for its own work; this mode stays on.
     blind = mock.patch.object(actions, "has_modes", return_value=False)
     with blind, mock.patch.object(dist, "irecv", received), counter:
         yield counter.num_bytes
 
 
 def arithmetic(engine: Engine) -> dict[str, int]:
-    """Returns what the layout says that a step's copies read and write, by what they are for."""
+    """Returns the bytes that a step must read and write according to the layout, by purpose."""
     groups = [group for unit in engine.units for group in unit.groups]
     step = engine.runtime.step - 1
     gathered = [e.unit for e in engine.recorder.events(step) if e.kind is EventKind.GATHER]  # type: ignore[attr-defined]

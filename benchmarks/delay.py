@@ -40,7 +40,7 @@ def cycles_per_s(device: torch.device, cycles: int = 50_000_000) -> float:
     """Measures the cycles per second of `spin`; drivers do not report the true clock."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with torch.cuda.device(device):
-        for _ in range(2):  # the first wakes the device
+        for _ in range(2):  # the first run wakes the device
             start.record()
             spin(cycles)
             end.record()

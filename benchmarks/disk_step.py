@@ -57,7 +57,7 @@ GROUPS = GROUPS if GROUPS.is_dir() else GROUPS.parent
 
 
 class DiskFile:
-    """A file of a rank, read and written directly in pieces, again from the start where it ends."""
+    """A file of a rank, read and written directly in pieces; restarts at 0 where it ends."""
 
     def __init__(self, path: Path, num_bytes: int) -> None:
         self.path, self._chunks = path, max(1, num_bytes // CHUNK)
@@ -66,22 +66,22 @@ class DiskFile:
         self.write(self._chunks * CHUNK)
 
     def write(self, num_bytes: int) -> None:
-        """Writes so many bytes in place; then syncs."""
+        """Writes this many bytes in place, then syncs."""
         descriptor = self._repeat(os.O_WRONLY | os.O_CREAT, os.pwritev, self._source, num_bytes)
         os.fsync(descriptor)
         os.close(descriptor)
 
     def read(self, num_bytes: int) -> None:
-        """Reads so many bytes."""
+        """Reads this many bytes."""
         os.close(self._repeat(os.O_RDONLY, os.preadv, self._target, num_bytes))
 
     def _repeat(
         self, flags: int, act: Callable[..., int], buffer: mmap.mmap, num_bytes: int
     ) -> int:
-        """Calls `act` for one piece after another; returns the open file."""
+        """Calls `act` for each piece in turn; returns the open file."""
         try:
             descriptor = os.open(self.path, flags | os.O_DIRECT, 0o644)
-        except OSError:  # tmpfs and the like
+        except OSError:  # as on tmpfs
             descriptor = os.open(self.path, flags, 0o644)
         for at in range(-(-num_bytes // CHUNK)):
             act(descriptor, [buffer], at % self._chunks * CHUNK)
@@ -109,12 +109,12 @@ def memory_group(limit_bytes: int | None = None) -> Iterator[Path]:
     """Makes a memory group, with a limit if one is given.
 
     Raises:
-        ConfigError: This process may not make one.
+        ConfigError: This process is not allowed to make one.
     """
     folder = GROUPS / f"fullshard-{uuid.uuid4().hex[:8]}"
     try:
         folder.mkdir()
-        limit = folder / LIMIT  # which is missing where groups do not count memory
+        limit = folder / LIMIT  # missing if groups do not count memory
         limit.write_text(str(limit_bytes or limit.read_text()))
     except OSError as error:
         raise ConfigError(f"a memory group: expected to make '{folder}'; {error}.") from error
@@ -126,14 +126,14 @@ def memory_group(limit_bytes: int | None = None) -> Iterator[Path]:
 
 
 def _moved() -> tuple[int, int]:
-    """Bytes that this process has read from disks, and written."""
+    """Returns the bytes that this process has read from disks and written to them."""
     lines = Path("/proc/self/io").read_text().splitlines()
     found = {name: int(value) for name, value in (line.split(": ") for line in lines)}
     return found["read_bytes"], found["write_bytes"]
 
 
 class DiskStep:
-    """A stack of linear layers, a unit each, whose state is on disk."""
+    """A stack of linear layers, one unit each, whose state is on disk."""
 
     def __init__(self, job: Job) -> None:
         kinds = dict.fromkeys(("parameters", "gradients", "optimizer"), "nvme")
@@ -153,7 +153,7 @@ class DiskStep:
         self.optimizer.zero_grad()
 
     def limit(self, group: Path) -> None:
-        """Lowers the group's limit, from one rank."""
+        """Lowers the group's limit; one rank does it."""
         os.sync()
         lines = (group / "memory.stat").read_text().splitlines()
         stat = {name: int(value) for name, value in map(str.split, lines)}
@@ -200,7 +200,7 @@ def measure(job: Job) -> dict[str, Any]:
 
 
 def rows_of(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for the step and one for its floor."""
+    """Returns one row for the step and one for its floor."""
     times = slowest([rank["times"] for rank in ranks])
     num_bytes = sum(rank["read"] + rank["written"] for rank in ranks)
     return [

@@ -80,7 +80,7 @@ def study(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def judge(found: dict[str, Any], rates: list[float], seeds: list[int]) -> dict[str, Any]:
-    """Compares both sides at their best rates; the interval is over the seeds."""
+    """Compares both sides at their best rates; the interval covers the seeds."""
     losses = {tuple(case): loss for case, loss in found["runs"]}
 
     def of(side: str, rate: float) -> list[float]:
@@ -105,7 +105,7 @@ def page(
     options: argparse.Namespace,
     neighbours: Neighbours,
 ) -> Page:
-    """All runs as a table."""
+    """Returns a table of all runs."""
     rows = [
         {"side": side, "learning_rate": rate, "seed": seed, "eval_loss": loss}
         for (side, rate, seed), loss in found["runs"]

@@ -51,7 +51,7 @@ class Case:
     tokens: int
 
     def words(self) -> list[str]:
-        """Arguments of `fullshard plan`."""
+        """Returns the arguments of `fullshard plan`."""
         heads = self.width // 64
         mlp_width = 8 * self.width // 3 // 32 * 32
         sizes = {

@@ -18,14 +18,14 @@ Rule = Callable[[Sequence[Sample]], np.ndarray]
 
 
 def operations(one: Sample) -> float:
-    """Operations per token with recompute: 6 N + 12 L d s, plus a third."""
+    """Returns operations per token with recompute: 6 N + 12 L d s, plus a third."""
     model, run = one.run.model, one.run
     plain = 6 * model.active_params + 12 * model.layers * model.width * run.batch.seq_len
     return plain * (1 + run.kernels.recompute / 3)
 
 
 def constant_utilisation(found: Sequence[Sample]) -> np.ndarray:
-    """One share of the peak for each device, the median of the other groups."""
+    """Errors with one share of the peak per device: the median of the other groups."""
     shares = [one.measured * operations(one) / one.run.device.peak for one in found]
     out = []
     for place, one in enumerate(found):
@@ -39,7 +39,7 @@ def constant_utilisation(found: Sequence[Sample]) -> np.ndarray:
 
 
 def nearest(found: Sequence[Sample], scale: Callable[[Sample], float]) -> np.ndarray:
-    """Scaled measurement of the most similar row of another group."""
+    """Errors with the scaled measurement of the most similar row of another group."""
 
     def place_of(one: Sample) -> np.ndarray:
         run = one.run
@@ -80,7 +80,7 @@ def has_trees() -> bool:
 
 
 def features(one: Sample) -> tuple[list[float], list[str]]:
-    """Logarithms of a row's numbers, and its categories; no measurements."""
+    """Returns logarithms of a row's numbers, and its categories, without measurements."""
     run = one.run
     model, mesh, batch, kernels = run.model, run.mesh, run.batch, run.kernels
     numbers = (

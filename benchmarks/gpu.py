@@ -68,7 +68,7 @@ NO_GPU = "torch sees no CUDA device here, so nothing was measured."
 
 
 class _AlikeTransport(IdleTransport):
-    """Gathers from ranks that have what this one has: zeros would spare the GPU power."""
+    """Gathers from ranks with equal shards; with zeros, the GPU would use less power."""
 
     def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Works:  # noqa: ARG002
         for full in fulls:
@@ -76,7 +76,7 @@ class _AlikeTransport(IdleTransport):
         return Works(())
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
-        for full in fulls:  # what a reduce-scatter receives
+        for full in fulls:  # the part that a reduce-scatter receives
             parts = full.view(self.axes.mesh.shard, -1)
             parts[0].copy_(parts[1])
         return super().reduce(fulls)
@@ -99,7 +99,7 @@ def shard_ours(model: Llama, world: int) -> nn.Module:
 
 
 class _Wired:
-    """Collective of FSDP2 that takes the time of a wire and writes what it would move."""
+    """Replaces a collective of FSDP2: takes the time of a wire and writes the same bytes."""
 
     def __init__(self, wire: Any, world: int) -> None:
         self._wire, self._world = wire, world
@@ -123,7 +123,7 @@ class _Wired:
 
 
 def shard_fsdp2(model: Llama, world: int) -> nn.Module:
-    """torch's fully_shard on every block and the root, behind the same wires."""
+    """Applies torch's fully_shard to every block and the root, with the same wires."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -133,7 +133,7 @@ def shard_fsdp2(model: Llama, world: int) -> nn.Module:
     blocks: list[Any] = list(model)
     given: dict[str, Any] = {"mesh": mesh, "mp_policy": mixed}
     modules = [fully_shard(block, **given) for block in blocks[:-1]]
-    # Its backward follows at once: it stays gathered, as ours does.
+    # Backward begins with this block, so it stays gathered, as with our engine.
     modules.append(fully_shard(blocks[-1], reshard_after_forward=False, **given))
     modules.append(fully_shard(model, **given))
     gathers, reductions = (_Wired(wire_of(device, *WIRES[world]), world) for _ in range(2))
@@ -155,7 +155,7 @@ def make(name: str, shape: Shape, world: int, device: torch.device) -> nn.Module
 
 
 class Clock:
-    """Measures time and memory of a device; a CPU has no queue and no peak."""
+    """Measures time and memory of a device; a CPU has no queue and no peak memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.is_cuda = device.type == "cuda"
@@ -206,7 +206,7 @@ class Training:
         self._x = x.to(torch.bfloat16).requires_grad_()
 
     def step(self) -> float:
-        """Takes one; returns how long the process took to queue it, s."""
+        """Runs one step; returns how long the process took to queue it, s."""
         start = time.perf_counter()
         self.model(self._x).backward()
         host_s = time.perf_counter() - start
@@ -235,9 +235,9 @@ def measure_alone(training: Training, clock: Clock) -> dict[str, Any]:
 def time_in_turns(
     trainings: Sequence[Training], clock: Clock, num_rounds: int
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Returns seconds of steps, and seconds to queue them, by engine and round.
+    """Returns the seconds of steps and the seconds to queue them, by engine and round.
 
-    Engines take their steps in turn, because a GPU that becomes warm becomes slower.
+    Engines run their steps in turn, because a GPU becomes slower as it warms up.
     """
     times, hosts = ([[] for _ in trainings] for _ in range(2))
     for at in range(-NUM_WARM, num_rounds):
@@ -254,7 +254,7 @@ def time_in_turns(
 def measure(
     shape: Shape, world: int, num_rounds: int, device: torch.device, say: Say
 ) -> list[dict]:
-    """Runs every engine alone and then all in turn; returns their rows."""
+    """Measures every engine alone, then all in turn; returns their rows."""
     clock = Clock(device)
     rows: list[dict[str, Any]] = []
     for name in ENGINES:

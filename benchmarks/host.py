@@ -44,7 +44,7 @@ METHOD = (
 
 
 class Block(nn.Module):
-    """Linear layers one after another: the unit."""
+    """Linear layers one after another, forming a unit."""
 
     def __init__(self, num_linears: int, width: int, *, bias: bool = True) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def shard_fsdp2(model: Any, world: int) -> nn.Module:
 @contextmanager
 def fake_group(world: int) -> Iterator[None]:
     """Sets a default process group whose collectives do nothing."""
-    # A private name: torch has no public group without peers. There in 2.8 to 2.13.
+    # A private name, in torch 2.8 to 2.13: there is no public group without peers.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())

@@ -138,14 +138,14 @@ class Peaks:
         self.files = self.dirty = 0
 
     def processes(self, samples: Iterable[dict[int, int]] | None = None) -> dict[int, int]:
-        """The peak of each process, in the order in which they started."""
+        """Returns the peak of each process, in order of their start."""
         peaks: dict[int, int] = {}
         for sizes in self._samples if samples is None else samples:
             peaks |= {pid: max(size, peaks.get(pid, 0)) for pid, size in sizes.items()}
         return peaks
 
     def of_rank(self, num_ranks: int) -> int:
-        """The peak of the largest rank while all ranks live.
+        """Returns the peak of the largest rank while all ranks are alive.
 
         When a rank ends, the pages that it shared count in full in the others.
         """
@@ -159,8 +159,8 @@ class Peaks:
         """Reads the group once."""
         pids = sorted(map(int, (self._group / "cgroup.procs").read_text().split()))
         sizes: dict[int, int] = {}
-        for pid in pids if len(pids) > 1 else ():  # the launcher alone has not started any rank
-            with suppress(OSError):  # it has ended
+        for pid in pids if len(pids) > 1 else ():  # only the launcher runs so far
+            with suppress(OSError):  # the process has ended
                 text = Path(f"/proc/{pid}/smaps_rollup").read_text()
                 found = re.findall(r"^(?:Anonymous|Pss_Shmem):\s*(\d+)", text, re.MULTILINE)
                 sizes[pid] = 1024 * sum(map(int, found))
@@ -198,7 +198,7 @@ def train(words: Sequence[str], folder: Path, limit_bytes: int) -> Peaks:
 
 
 def words_of(case: LimitCase, folder: Path) -> list[str]:
-    """The command line of a case after `fullshard train`."""
+    """Returns the command line of a case after `fullshard train`."""
     model = f"model.config={json.dumps(LLAMA | case.sizes)}"
     if case.from_folder:
         model = f"model={folder / 'weights'}"

@@ -38,7 +38,7 @@ svg { font-family: system-ui, sans-serif; background: #fff; }
 
 @dataclass(frozen=True)
 class Job:
-    """Which tokens to train on, and for how long.
+    """Tokens to train on, and number of steps.
 
     Attributes:
         sequences: (num_sequences, seq + 1), token ids.
@@ -77,7 +77,7 @@ def run(num_steps: int, timeout_s: float = 3600.0) -> dict[str, Any]:
 
 
 def differences(losses: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Returns the largest difference at one step per pair of curves; NaN if a curve has one."""
+    """Returns the largest difference at one step per pair of curves; NaN if a curve has NaN."""
     names = list(losses)
     return {
         f"{one} - {other}": float(np.max(np.abs(np.subtract(losses[one], losses[other]))))
@@ -87,7 +87,7 @@ def differences(losses: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def plot(losses: Mapping[str, Sequence[float]]) -> str:
-    """All curves over the steps, as an SVG file of its own."""
+    """Returns an SVG file of all curves over the steps."""
     return svg_lines(losses, Axes(f"{CASE.num_ranks} ranks, loss in nats per token", STYLE))
 
 

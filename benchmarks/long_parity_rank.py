@@ -30,5 +30,5 @@ def curve(engine: str, sequences: np.ndarray, num_steps: int) -> list[float]:
 
 def measure(job: Job) -> dict[str, list[float]]:
     """Trains the engines one after another and returns their curves."""
-    warnings.simplefilter("ignore", FutureWarning)  # of peers, about names of torch
+    warnings.simplefilter("ignore", FutureWarning)  # from other libraries, about names of torch
     return {engine: curve(engine, job.sequences, job.num_steps) for engine in ENGINES}

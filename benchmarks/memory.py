@@ -1,9 +1,9 @@
 """`python -m benchmarks.memory`: planned memory, compared with the memory of a run.
 
 A case is a Hugging Face architecture, a strategy, an activation checkpointing mode and a compute
-dtype. The plan is that of `fullshard plan`, the run that of `fullshard train`. Measured is the peak
-of the allocator's live bytes, from the profiler's memory events. The figures do not depend on the
-load of the machine.
+dtype. `fullshard plan` makes the plan, and `fullshard train` the run. The measured figure is the
+peak of the allocator's live bytes, from the profiler's memory events. The figures do not depend on
+the load of the machine.
 """
 
 from __future__ import annotations
@@ -89,15 +89,15 @@ class MemoryCase:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks of the run."""
+        """Returns the number of ranks of the run."""
         return 4 if self.strategy == HYBRID else 2
 
     def config(self) -> RunConfig:
-        """Configuration of the run."""
+        """Returns the configuration of the run."""
         return load_config(None, self.words()).config
 
     def words(self) -> list[str]:
-        """Arguments of `fullshard train`."""
+        """Returns the arguments of `fullshard train`."""
         model = {"model_type": self.kind, **SIZES, **ARCHITECTURES[self.kind]}
         words = {
             "model.config": json.dumps(_accepted(model)),
@@ -117,7 +117,7 @@ class MemoryCase:
 
 
 def _accepted(model: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keys that the architecture's configuration has; names differ."""
+    """Returns the keys that the architecture's configuration accepts; names differ."""
     from transformers import CONFIG_MAPPING
 
     from fullshard.models.config import accepted_keys
@@ -127,7 +127,7 @@ def _accepted(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def all_cases() -> list[MemoryCase]:
-    """Every architecture and checkpointing mode, strategies in turn; llama with all."""
+    """Returns every architecture and checkpointing mode, strategies in turn; llama has all."""
     found = [
         MemoryCase(kind, FLAT[(at + turn) % len(FLAT)], recompute)
         for at, kind in enumerate(ARCHITECTURES)
@@ -157,7 +157,7 @@ def find_cases(kinds: Sequence[str]) -> list[MemoryCase]:
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks measure, one after the other."""
+    """Cases that the ranks measure one after another."""
 
     cases: tuple[MemoryCase, ...]
 
@@ -201,7 +201,7 @@ def _row(case: MemoryCase, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def summary(errors: Sequence[float]) -> str:
-    """The errors in one line."""
+    """Returns the errors in one line."""
     sizes = sorted(abs(error) for error in errors)
     within = sum(size <= 0.03 for size in sizes)
     return (

@@ -23,11 +23,11 @@ from fullshard.recipes.pretrain.recipe import sharded
 from fullshard.run.optim import build_optimizer
 from fullshard.run.outlook import look_at
 
-NUM_STEPS = 3  # optimizer state and receive buffers are there from the second on
+NUM_STEPS = 3  # optimizer state and receive buffers exist from the second step on
 
 
 def live_peak_bytes(work: Callable[[], Any]) -> int:
-    """Peak of the live bytes of torch's allocator while `work` runs.
+    """Returns the peak of the live bytes of torch's allocator while `work` runs.
 
     Earlier allocations and memory outside of the allocator (mappings) are not counted.
     """
@@ -38,7 +38,7 @@ def live_peak_bytes(work: Callable[[], Any]) -> int:
     events = sorted(_allocations(seen), key=lambda event: event.start_time_ns)
     now = peak = 0
     for event in events:
-        now += event.extra_fields.alloc_size  # below zero where memory is given back
+        now += event.extra_fields.alloc_size  # negative where memory is freed
         peak = max(peak, now)
     return peak
 
@@ -54,7 +54,7 @@ def _allocations(seen: profile) -> Iterator[Any]:
 
 
 def train(config: RunConfig) -> object:
-    """Takes a few steps as the loop of `fullshard train` does."""
+    """Runs a few steps like the loop of `fullshard train`."""
     training = config.training
     seat = Seat(0, 1, torch.device("cpu"))
     model, objective = sharded(config, given_model_config(config), seat)
@@ -74,7 +74,7 @@ def train(config: RunConfig) -> object:
 
 
 def _mapped_bytes(outlook: Outlook) -> int:
-    """Memory that ranks of one host share: weights, and gradient slots that peers read."""
+    """Memory shared by ranks of one host: weights, and gradient slots that peers read."""
     if outlook.plan.transport is not TransportKind.SHARED:
         return 0
     return sum(

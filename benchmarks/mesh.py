@@ -100,7 +100,7 @@ METHOD = (
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks measure."""
+    """Settings of the ranks' measurement."""
 
     case: MeshCase
     folder: Path

@@ -16,11 +16,11 @@ import fullshard as fs
 from benchmarks.mesh import THEIRS, TRANSPORTS, WARM_UP, Job
 
 Step = Callable[[torch.Tensor], float]
-GROUP = "c10d::"  # operations of process groups, to which all others of torch.distributed lead
+GROUP = "c10d::"  # operations of process groups, which all of torch.distributed calls
 
 
 def operations(found: profile) -> Counter[str]:
-    """Operations of process groups in a profile, by name, wherever they were called."""
+    """Counts operations of process groups in a profile by name, wherever they were called."""
     names = (event.name for event in found.events() or ())
     return Counter(name.removeprefix(GROUP) for name in names if name.startswith(GROUP))
 
@@ -72,7 +72,7 @@ def _theirs(job: Job) -> Any:
 
 
 def _step(model: Any) -> Step:
-    """Forward, backward and update; returns the loss."""
+    """Runs forward, backward and update; returns the loss."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 

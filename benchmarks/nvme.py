@@ -69,7 +69,7 @@ METHOD = (
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks measure; `num_bytes` counts parameters, gradients and moments."""
+    """Settings of the ranks' measurement; `num_bytes` counts parameters, gradients and moments."""
 
     num_bytes: int
     num_rounds: int
@@ -104,7 +104,7 @@ def measure(job: Job) -> dict[str, Any]:
 
 
 class Layer(nn.Linear):
-    """A linear layer that keeps the size of its input, so that the loss shows every layer."""
+    """A linear layer with equal input and output sizes, so that every layer changes the loss."""
 
     def reset_parameters(self) -> None:
         """Called by torch."""

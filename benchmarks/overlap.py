@@ -32,7 +32,7 @@ from fullshard.cli.outcome import Outcome
 
 NAME = "benchmarks.overlap"
 MEASURE = "benchmarks.overlap_rank:measure"
-# As deep as large models are: the first gather and the last reduction have nothing to hide behind.
+# As deep as large models: nothing hides the first gather and the last reduction.
 CASE = Case("overlap", width=256, layers=24, vocab=512, batch=2, seq=128, num_ranks=2)
 DEPTHS = (0, 1, 2)
 LANE = 26.0  # height of a lane of the drawing
@@ -67,7 +67,7 @@ METHOD = (
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks measure.
+    """Settings of the ranks' measurement.
 
     Attributes:
         compute_per_wire: Time of a block's forward divided by that of its gather.
@@ -81,7 +81,7 @@ class Job:
 
     @property
     def case(self) -> Case:
-        """The model."""
+        """Returns the model."""
         return replace(CASE, layers=self.num_layers)
 
 
@@ -240,7 +240,7 @@ def text_at(x: float, y: float, words: str, kind: str = "") -> str:
 
 
 def bar_at(kind: str, x: float, y: float, width: float, height: float, words: str) -> str:
-    """Returns a bar of a class of STYLE; its words are a tooltip."""
+    """Returns a bar of a class of STYLE, with its text as a tooltip."""
     return (
         f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.4):.1f}" '
         f'height="{height:g}"><title>{escape(words)}</title></rect>'
@@ -248,7 +248,7 @@ def bar_at(kind: str, x: float, y: float, width: float, height: float, words: st
 
 
 def draw_trace(trace: Mapping[str, Any]) -> str:
-    """Lanes for what each rank computes, gathers and reduces in one step.
+    """Draws lanes of what each rank computes, gathers and reduces in one step.
 
     Args:
         trace: A Chrome trace: named processes and threads, complete events in microseconds.

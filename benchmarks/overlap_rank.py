@@ -20,7 +20,7 @@ from fullshard.bench.step import Case
 from fullshard.engine.engine import engine_of
 
 SEED, LEARNING_RATE = 0, 1e-3
-WARM_UP_STEPS = 2  # the first shows the order of units, the second runs it
+WARM_UP_STEPS = 2  # the first step learns the order of units, the second uses it
 
 
 class Trainee:
@@ -73,7 +73,7 @@ class Trainee:
 
 
 def block_forward_s(entries: Sequence[Entry], blocks: Collection[int]) -> float:
-    """Returns how long a block's forward computed: the lower quartile, the mean of the ranks."""
+    """Returns a block's forward time: the lower quartile, averaged over the ranks."""
     spent = dict.fromkeys(blocks, 0)
     for piece in slices_of(entries):
         if piece.what == "forward" and piece.unit in spent:
@@ -95,10 +95,10 @@ def outer_hidden(trainee: Trainee, bytes_per_s: float) -> float:
 
 
 def measure(job: Job) -> dict[str, Any]:
-    """Runs every depth, one step each a round, after a step that sets the round's wires."""
+    """Measures every depth, one step per round, after a step that sets the round's wires."""
     undelayed = Trainee(job.case, TRACED)
     units = undelayed.engine.plan.units
-    blocks = [unit.index for unit in units[1:-1]]  # not the last: the head computes after it
+    blocks = [unit.index for unit in units[1:-1]]  # not the last block: the head computes after it
     gather_bytes = sum(group.gather_bytes() for group in units[1].groups)
     free = (job.latency_s, float("inf"))
     trainees = {str(depth): Trainee(job.case, depth, free) for depth in job.depths}

@@ -56,7 +56,7 @@ NO_TREES = (
     "Boosted trees are not among them, because scikit-learn is not installed: "
     "`pip install --constraint constraints.txt --editable '.[bench]'`."
 )
-# What a constant is when its term is not there.
+# Values of constants that remove their terms.
 NEUTRAL = {
     "matmul_share": 1.0,
     "hopper_matmul": 1.0,
@@ -82,7 +82,7 @@ NEUTRAL = {
     "cached_share": 0.0,
     "base_gib": 0.0,
 }
-# What a run is when it is seen without something that has no constant.
+# Hides a feature that has no constant.
 UNSEEN: dict[str, Callable[[Workload], Workload]] = {
     "recompute": lambda run: replace(run, kernels=replace(run.kernels, recompute=0.0, kept=1.0)),
     "recompute by operation": lambda run: replace(
@@ -163,7 +163,7 @@ def right_decisions(scored: Scored) -> tuple[int, float]:
 
 
 def right_fits() -> tuple[int, int, int, int]:
-    """(runs that ran, predicted to fit; runs out of memory, predicted not to fit)."""
+    """Returns (correct, all) of the runs that ran, then of those that ran out of memory."""
     ran = [predict(row)["pred_fits"] for row in read_rows() if row["status"] == "ok"]
     failed = [predict(row)["pred_fits"] for row in read_rows() if row["status"].startswith("oom")]
     return ran.count("true"), len(ran), failed.count("false"), len(failed)
@@ -173,7 +173,7 @@ def right_fits() -> tuple[int, int, int, int]:
 
 
 def score_lines() -> list[str]:
-    """The table of scores."""
+    """Returns the table of scores."""
     lines = [
         "| what | rows | groups | median error | 90 % of draws | mean | in the interval |",
         "|---|---|---|---|---|---|---|",
@@ -201,7 +201,7 @@ def score_lines() -> list[str]:
 
 
 def baseline_lines() -> list[str]:
-    """Simple rules on the same rows, with the same groups left out."""
+    """Scores simple rules on the same rows, with the same groups left out."""
     lines = ["| rule | median error | mean |", "|---|---|---|"]
     for what in ("speed", "memory"):
         found = committed(what).found
@@ -234,7 +234,7 @@ def worst_lines(count: int = 8) -> list[str]:
 
 
 def ablation_lines() -> list[str]:
-    """In-sample error with one term neutralised and the other constants fitted again."""
+    """Scores in-sample errors with one term removed and the other constants fitted again."""
     lines = [
         "| constant | without its term | median error | of the rows it moves |",
         "|---|---|---|---|",
@@ -257,7 +257,7 @@ def ablation_lines() -> list[str]:
 
 
 def unseen_lines() -> list[str]:
-    """In-sample error of the rows that use a feature, with the feature hidden."""
+    """Scores in-sample errors of the rows that use a feature, with the feature hidden."""
     lines = ["| what | not seen | rows | median error | unseen |", "|---|---|---|---|---|"]
     for what in MEASURED:
         found = samples(what, read_rows())
@@ -273,7 +273,7 @@ def unseen_lines() -> list[str]:
 
 
 def own_lines() -> list[str]:
-    """Runs on the calibrated machine, from `python -m benchmarks.times`."""
+    """Scores runs on the calibrated machine, from `python -m benchmarks.times`."""
     if not TIMES.is_file():
         return [f"Not measured yet. {TIMES_COMMAND} writes results/{TIMES.name}."]
     found = json.loads(TIMES.read_text(encoding="utf-8"))

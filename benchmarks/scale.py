@@ -51,7 +51,7 @@ LARGEST = NUM_LINEARS * WIDTH**2 // 64
 PLANNING, BOOKKEEPING = "planning", "bookkeeping"
 ORDER = "order agreement"
 ONCE = (GROUPS, HYBRID, ORDER, RECORD, MANIFEST, RESUME)
-ROOM = 1.6  # top of the plot, so that the legend lies above the lines
+ROOM = 1.6  # top of the plot, so that the legend is above the lines
 COLUMNS = (
     *("ranks", "planning, ms", "to the first", "bookkeeping, us a unit", "to the first"),
     *("groups (hybrid)", "groups, ms (hybrid)", "order: messages, bytes", "us"),

@@ -44,7 +44,7 @@ GROUPS, HYBRID, RECORD, MANIFEST, RESUME = (
     "resume",
 )
 STATES = ("", "exp_avg", "exp_avg_sq")
-FILE_BYTES = 4096  # of the sparse files
+FILE_BYTES = 4096  # size of the sparse files
 STEP = 1
 
 
@@ -67,7 +67,7 @@ def groups_us(worlds: Sequence[int], local: int) -> Iterator[tuple[str, int, flo
 
 
 def written_of(plan: Plan, rank: int) -> list[Written]:
-    """Returns what a rank writes of parameters and AdamW's states."""
+    """Returns a rank's files of parameters and AdamW's states."""
     files: dict[Kind, dict[str, StoredTensor]] = {Kind.MODEL: {}, Kind.OPTIMIZER: {}}
     pieces = [s for unit in plan.view(rank).slices for group in unit for s in group]
     for piece in (piece for piece in pieces if piece.start < piece.stop):
@@ -99,9 +99,9 @@ def saves_us(plan: Plan, world: int) -> Iterator[tuple[str, int, float, int]]:
         yield RECORD, world, spent / 1e3 / world, told // world
         state = {"step": STEP, "world_size": world, "extra": {}, "state": {}}
         documents = commit.Documents(STEP, {STATE: json.dumps(state)}, {})
-        before, commit.FAREWELL_S = commit.FAREWELL_S, 0.0  # nobody reads the verdict
+        before, commit.FAREWELL_S = commit.FAREWELL_S, 0.0  # no rank reads the verdict
         try:
-            start = time.process_time_ns()  # with the threads that read notes
+            start = time.process_time_ns()  # includes the threads that read the ranks' records
             commit.conclude(place, world, documents)
             spent = time.process_time_ns() - start
         finally:

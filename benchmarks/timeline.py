@@ -22,7 +22,7 @@ from fullshard.planner.schedule import Event, EventKind, Recorder
 
 LANES = ("compute", "gather", "reduce")
 COMPUTES = (EventKind.FORWARD, EventKind.BACKWARD)
-# What travels, and the event of the same unit in which this rank waits for it.
+# Messages, and the event of the same unit in which this rank waits for each.
 WAITED_IN = {
     EventKind.GATHER: (*COMPUTES, EventKind.RELEASE),
     EventKind.REDUCE: (EventKind.ACCUMULATE,),
@@ -54,8 +54,8 @@ class Slice:
 
     Attributes:
         what: forward, backward, gather, reduce, settle, wait, or
-            publish (a shared home's wait of the ranks for each other, and cast of weights).
-        during: "forward" or "backward": the pass that needs it.
+            publish (in a shared home: ranks wait for each other, and weights are cast).
+        during: The pass that needs it, "forward" or "backward".
         waited_ns: How much of a message this rank waited for.
     """
 
@@ -70,7 +70,7 @@ class Slice:
 
 
 class Timeline:
-    """A recorder that notes when every event began and ended.
+    """A recorder that notes when every event begins and ends.
 
     Args:
         inner: A recorder that gets the same events.
@@ -82,13 +82,13 @@ class Timeline:
         self._open: tuple[Event | None, int] = (None, 0)
 
     def begin(self, event: Event, step: int) -> None:
-        """Note that an action begins."""
+        """Records that an action begins."""
         if self._inner is not None:
             self._inner.begin(event, step)
         self._open = (event, perf_counter_ns())
 
     def record(self, event: Event, step: int) -> None:
-        """Note an action's end; a spill, inside another action, has no begin of its own."""
+        """Records that an action ends; a spill, inside another action, has no separate begin."""
         stop = perf_counter_ns()
         start = self._open[1] if self._open[0] is event else stop
         self.entries.append(Entry(event.kind, event.unit, event.num_bytes, start, stop))
@@ -97,17 +97,17 @@ class Timeline:
 
 
 def slices_of(entries: Sequence[Entry], messages: Sequence[OnWire] | None = None) -> list[Slice]:
-    """The lanes of one rank's steps.
+    """Returns the lanes of one rank's steps.
 
     Args:
-        entries: In the order in which they were recorded.
+        entries: Entries in the order in which they were recorded.
         messages: Times of the messages on the wires; None if unknown.
     """
     return [*_compute(entries), *_travels(entries, messages)]
 
 
 def hidden_share(slices: Sequence[Slice]) -> float | None:
-    """Share of the wire time that this rank did not wait for; None without messages.
+    """Returns the share of wire time that this rank did not wait for; None without messages.
 
     Args:
         slices: Slices of one or several ranks, of any lanes.
@@ -120,7 +120,7 @@ def hidden_share(slices: Sequence[Slice]) -> float | None:
 def _compute(entries: Sequence[Entry]) -> Iterator[Slice]:
     """Assigns the time between two events to the unit that was entered last.
 
-    After the last unit's forward that is the rest of the model's, and its loss.
+    After the last unit's forward, this time is the rest of the model and its loss.
     """
     what, unit, free_ns = "", -1, 0
     for entry in entries:
@@ -131,10 +131,10 @@ def _compute(entries: Sequence[Entry]) -> Iterator[Slice]:
             yield Slice("compute", unit, "wait", what, entry.start_ns, entry.stop_ns)
         elif entry.kind == EventKind.ACCUMULATE:
             yield Slice("compute", entry.unit, "wait", what, entry.start_ns, entry.stop_ns)
-        elif entry.kind == EventKind.PUBLISH:  # all ranks come to a forward; the weights are there
+        elif entry.kind == EventKind.PUBLISH:  # all ranks are in forward
             yield Slice("compute", -1, "publish", "forward", entry.start_ns, entry.stop_ns)
         elif entry.kind == EventKind.SETTLE:
-            what = ""  # what follows is no part of forward or backward
+            what = ""  # the time after it belongs to neither forward nor backward
         free_ns = entry.stop_ns
 
 
@@ -149,7 +149,7 @@ def _travels(entries: Sequence[Entry], messages: Sequence[OnWire] | None) -> Ite
         lane = "gather" if entry.kind == EventKind.GATHER else "reduce"
         if messages is not None:
             found = [m for m in messages if entry.start_ns <= m.issued_ns <= entry.stop_ns]
-        elif entry.num_bytes:  # boxes of a lane must not cross
+        elif entry.num_bytes:  # boxes of a lane must not overlap
             start_ns = max(entry.stop_ns, free_ns[lane])
             found = [OnWire(entry.stop_ns, start_ns, max(start_ns, wait.stop_ns))]
         else:
@@ -172,9 +172,9 @@ def chrome_trace(
     """Returns the trace for Chrome and Perfetto: one process per rank, one thread per lane.
 
     Args:
-        ranks: Every rank's slices; their clocks are one where the ranks are on one host.
+        ranks: Every rank's slices; ranks on one host share a clock.
         titles: Titles of the units, in plan order.
-        about: Kept beside the events.
+        about: Metadata stored beside the events.
     """
     origin_ns = min((piece.start_ns for slices in ranks for piece in slices), default=0)
     events: list[dict[str, Any]] = []

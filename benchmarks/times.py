@@ -58,11 +58,11 @@ class TimedCase:
 
     @property
     def compute(self) -> str:
-        """Compute dtype."""
+        """Returns the compute dtype."""
         return self.sharding.get("param_dtype", "float32")
 
     def words(self, num_steps: int) -> dict[str, Any]:
-        """Arguments of `fullshard train`."""
+        """Returns the arguments of `fullshard train`."""
         return {
             "model.config": json.dumps({"max_position_embeddings": self.length, **self.model}),
             "sharding.strategy": self.strategy,
@@ -79,7 +79,7 @@ class TimedCase:
         }
 
     def config(self) -> RunConfig:
-        """Configuration of the run."""
+        """Returns the configuration of the run."""
         words = self.words(WARM_UP + 1).items()
         return load_config(None, [f"{key}={value}" for key, value in words]).config
 
@@ -232,7 +232,7 @@ def _row(case: TimedCase, outlook: Outlook, steps: Sequence[float]) -> dict[str,
 
 
 def summary(errors: Sequence[float]) -> str:
-    """The errors in one line."""
+    """Returns the errors in one line."""
     sizes = sorted(abs(error) for error in errors)
     within = sum(size <= GOAL for size in sizes)
     return (

@@ -22,12 +22,12 @@ from fullshard.xla.step import State
 def auto_step(
     decoder: DecoderConfig, placed: XlaPlan, tx: optax.GradientTransformation, learning_rate: float
 ) -> Callable[[State, Any], tuple[State, dict[str, Any]]]:
-    """(state, batch) -> (state, metrics), under jit alone.
+    """Returns a jitted step, (state, batch) -> (state, metrics), without a plan.
 
     Args:
         decoder: The model.
-        placed: Where its arrays lie, and whether blocks are gathered once more for backward; no
-            collective of it is issued by us.
+        placed: Sharding of its arrays, and whether backward gathers blocks again; XLA alone
+            issues the collectives.
         tx: The optimizer.
         learning_rate: Learning rate of every step.
     """

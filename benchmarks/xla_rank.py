@@ -57,7 +57,7 @@ class Trainee:
         self._num_steps = 0
 
     def step(self) -> dict[str, Any]:
-        """Trains one step, to its end."""
+        """Trains one step and waits until it is done."""
         batch = self._batches[self._num_steps % NUM_BATCHES]
         self._num_steps += 1
         self._state, metrics = self._step(self._state, batch)
@@ -78,7 +78,7 @@ def _weights(placed: XlaPlan, key: Any) -> Tree:
 
 
 def _batch(job: Job, placed: XlaPlan, at: int) -> dict[str, jax.Array]:
-    """This rank's tokens, as part of the batch of all devices of the mesh."""
+    """Returns this rank's tokens, as part of the batch of all devices of the mesh."""
     draw = np.random.default_rng(NUM_BATCHES * dist.get_rank() + at)
     shape = (job.shape.batch, job.shape.seq)
     ids = draw.integers(0, job.shape.vocab, shape).astype(np.int32)
@@ -118,7 +118,7 @@ def _measure(job: Job) -> dict[str, Any]:
 
 
 def _join() -> None:
-    """Pins a core per rank, as torch's engines use one thread; then initialises jax."""
+    """Pins each rank to a core, as torch's engines use one thread; then initialises jax."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})
     free = partial(rendezvous.free_address, None)

@@ -65,7 +65,7 @@ def normal(at: int, *shape: int) -> jax.Array:
 
 
 def auto_step(model: Any, plan: XlaPlan, tx: Any) -> Any:
-    """(state, batch, rng) -> (state, metrics) under jit alone."""
+    """Returns a jitted step, (state, batch, rng) -> (state, metrics), without a plan."""
     samples = NamedSharding(plan.mesh, PartitionSpec(user_models.AXES))
 
     def pin(leaf: jax.Array) -> jax.Array:
@@ -102,7 +102,7 @@ def auto_step(model: Any, plan: XlaPlan, tx: Any) -> Any:
 
 
 class Trainee:
-    """A model under an engine.
+    """A model with the engine that trains it.
 
     Attributes:
         plan: Plan of its arrays.
@@ -133,13 +133,13 @@ class Trainee:
             )
 
     def start(self) -> None:
-        """Places the parameters, and compiles by a first step."""
+        """Places the parameters, and compiles by running a first step."""
         self._state = fj.shard(self.plan, self._model.params, self._tx, self._model.variables)
         self.batch = jax.device_put(user_models.images(0), self.plan.batch_sharding())
         self.losses = [self.step()[2] for _ in range(3)]
 
     def step(self) -> tuple[float, float, float]:
-        """Takes a step; returns its time and its processor time in seconds, and its loss."""
+        """Runs a step; returns its time and its processor time in seconds, and its loss."""
         began = time.perf_counter(), time.process_time()
         self._state, metrics = self._step(self._state, self.batch)
         jax.block_until_ready(self._state)
@@ -217,7 +217,7 @@ def row_of(
 
 
 def total(found: Mapping[str, Sequence[int]]) -> tuple[int, int]:
-    """Returns number and bytes of all collectives."""
+    """Returns the number and bytes of all collectives."""
     return sum(c[0] for c in found.values()), sum(c[1] for c in found.values())
 
 

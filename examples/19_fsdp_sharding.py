@@ -1,9 +1,9 @@
-"""A transformer in JAX whose plan is the program: stacked blocks, gathered one at a time.
+"""A transformer in JAX that runs as its plan says: stacked blocks, gathered one at a time.
 
     python examples/19_fsdp_sharding.py
 
-The plan lists before the run what each device holds and which collectives a step runs; the census
-of the compiled step finds the same. Runs on eight simulated CPU devices.
+Before the run, the plan lists each device's memory and the collectives of a step. A count of the
+collectives in the compiled step gives the same list. Runs on eight simulated CPU devices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LAYERS, WIDTH, VOCABULARY, NUM_STEPS, DEVICES = 4, 64, 512, 40, 8
 
 
 def init_fn(key: Any) -> Any:
-    """Parameters; those of like blocks have a first axis of layers."""
+    """Creates the parameters; those of equal blocks are stacked along a first axis."""
     keys = iter(jax.random.split(key, 4))
 
     def normal(*shape: int) -> jax.Array:
@@ -43,7 +43,7 @@ def block(layer: Any, x: jax.Array) -> jax.Array:
 
 
 def show_savings(shapes: Any) -> None:
-    """The arithmetic for any model, then what each strategy saves on this one."""
+    """Prints the memory formulas for any model, then what each strategy saves on this one."""
     fj.analyze_memory(shapes, DEVICES)
     whole = 0
     print("\nstate per device (parameters and Adam's moments), by strategy")
@@ -57,13 +57,13 @@ def show_savings(shapes: Any) -> None:
 
 
 def device_bytes(state: Any) -> int:
-    """What the first device holds of a state."""
+    """Returns the bytes of a state on the first device."""
     shards = (x.addressable_shards for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
     return sum(one.data.nbytes for found in shards for one in found if one.device.id == 0)
 
 
 def main() -> None:
-    """Plan, train, compare the plan with the program, save, load on another mesh."""
+    """Plans, trains, compares the plan with the program, saves, and loads on another mesh."""
     jax.config.update("jax_num_cpu_devices", DEVICES)
     key, tx = jax.random.key(0), optax.adamw(1e-2)
     shapes = jax.eval_shape(init_fn, key)

@@ -1,9 +1,9 @@
-"""Saving and going on: a whole state dict on rank 0, of the model and of the optimizer.
+"""Save and resume: rank 0 writes the full state dicts of the model and of the optimizer.
 
     torchrun --nproc_per_node=2 examples/fsdp_checkpoint.py
 
-Ten steps in one go, and five steps, a save, a fresh model, a load, five more: the same losses. The
-file is plain torch: any number of ranks loads it, and one process without sharding does too.
+Ten uninterrupted steps, and five steps, a save, a load into a new model and five more steps, give
+the same losses. The file is plain torch: any number of ranks can load it, or one unsharded process.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A fresh model and its optimizer."""
+    """Creates a model and its optimizer."""
     torch.manual_seed(0)
     model = FSDP(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-    """Losses of some steps."""
+    """Returns the losses of some steps."""
     losses: list[float] = []
     for step in steps:
         x = torch.randn(
@@ -47,7 +47,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
 
 
 def whole(model: nn.Module) -> AbstractContextManager[None]:
-    """Inside, state dicts are those of the unsharded model, on rank 0 alone."""
+    """Context in which state dicts are those of the unsharded model, on rank 0 only."""
     return FSDP.state_dict_type(
         model,
         StateDictType.FULL_STATE_DICT,
@@ -57,7 +57,7 @@ def whole(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Every rank calls it; rank 0 writes."""
+    """Rank 0 writes the file; all ranks must call it."""
     with whole(model):
         state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
     if dist.get_rank() == 0:
@@ -67,7 +67,7 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Every rank reads the file, and takes its own part."""
+    """Every rank reads the file and keeps its own part."""
     state = torch.load(path, weights_only=True)  # noqa: TID251  (torch's own format)
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         model.load_state_dict(state["model"])
@@ -76,7 +76,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None
 
 
 def main() -> None:
-    """Compare a run in one go with one that was saved and gone on with."""
+    """Compares an uninterrupted run with one that was saved and resumed."""
     dist.init_process_group("gloo")
     name = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(name)

@@ -1,12 +1,12 @@
-"""What each way to save memory saves, measured on this machine.
+"""Measures on this machine how much memory each technique saves.
 
     torchrun --nproc_per_node=2 examples/fsdp_memory_efficient.py
 
-Every row is a model of its own that trains three steps. The first number is what the engine held at
-most on rank 0 (parameters, gradients, optimizer state, and the buffers that units are gathered
-into; by `fullshard.memory_stats`), the second the activations that autograd kept for a backward.
-Ranks of one host share what is gathered, so the two sharded strategies are equal there; on a CPU
-there is nowhere to offload to, and that row shows its copies alone.
+Every row trains a new model for three steps. The first number is the engine's peak memory on rank 0
+by `fullshard.memory_stats`: parameters, gradients, optimizer state, and buffers of gathered units.
+The second is the activations that autograd saved for one backward. Ranks of one host share gathered
+weights, so the two sharded strategies are equal there. A CPU has no other memory to offload to, so
+that row shows only the cost of the copies.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Block(nn.Module):
 def measure(
     strategy: ShardingStrategy, *, recompute: bool = False, offload: bool = False
 ) -> tuple[int, int]:
-    """Bytes that the engine held on this rank at most, and that autograd kept."""
+    """Returns the engine's peak bytes on this rank, and the bytes that autograd saved."""
     torch.manual_seed(0)
     model = FSDP(
         nn.Sequential(*(Block() for _ in range(8))),
@@ -53,7 +53,7 @@ def measure(
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         cpu_offload=CPUOffload(offload_params=offload),
     )
-    if recompute:  # a block's activations are computed again in backward, and not kept
+    if recompute:  # backward recomputes a block's activations
         wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
         apply_activation_checkpointing(
             model, checkpoint_wrapper_fn=wrapper, check_fn=lambda module: isinstance(module, Block)
@@ -62,7 +62,7 @@ def measure(
     kept: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.shape[:1] == (BATCH,):  # weights are among what autograd notes
+        if tensor.shape[:1] == (BATCH,):  # autograd saves weights, too
             kept[tensor.data_ptr()] = tensor.nbytes
         return tensor
 
@@ -78,7 +78,7 @@ def measure(
 
 
 def main() -> None:
-    """Print a table."""
+    """Prints the table."""
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
         print(f"{'':<24}{'engine':>12}{'activations':>12}")

@@ -1,9 +1,10 @@
-"""Which modules are gathered together: a policy makes every transformer block a unit.
+"""Choosing the units that are gathered together: a policy makes every block a unit.
 
     torchrun --nproc_per_node=2 examples/fsdp_transformer.py
 
-A unit is gathered, computed with and freed as one. With a unit a block, a rank holds one or two
-whole blocks at a time and its part of all others. The strategy says what stays in between.
+The modules of a unit are gathered and freed together. With one unit per block, a rank stores one or
+two whole blocks at a time and its part of all others. The strategy decides whether a block stays
+gathered between forward and backward.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CONFIG = LlamaConfig(
 
 
 def main() -> None:
-    """Train a small Llama on a pattern that it can learn."""
+    """Trains a small Llama on a pattern that it can learn."""
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
     rank = dist.get_rank()
@@ -55,7 +56,7 @@ def main() -> None:
         start = torch.randint(
             0, 400, (4, 1), generator=torch.Generator().manual_seed(step * 8 + rank)
         )
-        ids = (start + torch.arange(64)).to(device)  # counting on from any number
+        ids = (start + torch.arange(64)).to(device)  # counts up from a random number
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         optimizer.step()

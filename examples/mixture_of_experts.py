@@ -3,8 +3,8 @@
     torchrun --nproc_per_node=2 examples/mixture_of_experts.py
     torchrun --nproc_per_node=4 examples/mixture_of_experts.py
 
-transformers gives each rank of a pair half of the experts and exchanges the tokens. fullshard
-shards dense parameters over all ranks, and experts over the ranks that have the same ones.
+transformers assigns half of the experts to each rank of a pair and exchanges the tokens. fullshard
+shards dense parameters over all ranks, and experts over the ranks with the same experts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CONFIG = {
 
 
 def main() -> None:
-    """Train for forty steps on sequences that count upwards from a random number."""
+    """Trains for forty steps on sequences that count upwards from a random number."""
     cuda = torch.cuda.is_available()
     device = "cuda" if cuda else "cpu"
     dist.init_process_group("nccl" if cuda else "gloo")
@@ -41,7 +41,7 @@ def main() -> None:
     if cuda:
         torch.cuda.set_device(rank % torch.cuda.device_count())
 
-    torch.manual_seed(0)  # the same first weights on every rank
+    torch.manual_seed(0)  # equal initial weights on every rank
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**CONFIG)).to(device)
     names = ("shard", "expert", "tensor")
     mesh = init_device_mesh(device, (world // EXPERT, EXPERT, 1), mesh_dim_names=names)
@@ -53,7 +53,7 @@ def main() -> None:
     own = sum(parameter.numel() for parameter in model.parameters())
     print(f"rank {rank}: {own:,} of {fs.num_parameters(model):,} parameters")
 
-    data = torch.Generator().manual_seed(rank)  # other data on every rank
+    data = torch.Generator().manual_seed(rank)  # different data on every rank
     for step in range(40):
         first = torch.randint(0, 96, (16, 1), generator=data)
         tokens = (first + torch.arange(32)).to(device)

@@ -1,13 +1,13 @@
 # %% [markdown]
 # # A walk through a plan
 #
-# Everything that fullshard does in a step follows from a plan: plain data, made without ranks,
-# weights or a GPU. These cells build one, look into it, change one thing at a time, and read what
-# that costs. Run them one after another in an editor that knows `# %%` cells, or all at once:
+# A plan determines everything that fullshard does in a step. It is plain data, and making one needs
+# no ranks, weights or GPU. These cells make a plan, inspect it, change one setting at a time, and
+# show the cost. Run them one by one in an editor that supports `# %%` cells, or all at once:
 #
 #     python examples/plan_walk.py
 
-# %% A model by its shape, on four ranks
+# %% A model, described by its shapes, on four ranks
 from __future__ import annotations
 
 from collections import Counter
@@ -31,10 +31,10 @@ print(f"{plan.num_parameters:,} parameters in {plan.num_units} units\n")
 print(plan.tree())
 
 # %% [markdown]
-# A *unit* is what is gathered and freed together: here every block, the embedding, the head, and
-# the root with the norm that is left. Its parameters lie one after another in a flat buffer, which
-# is cut into as many equal parts as there are ranks. So every rank owns some elements of some
-# parameters, and nothing is padded but the end of a unit.
+# The modules of a *unit* are gathered and freed together. Here the units are every block, the
+# embedding, the head, and the root, which contains the last norm. A unit's parameters are stored
+# one after another in a flat buffer, which is cut into one equal part per rank. So every rank owns
+# some elements of some parameters, and only the end of a unit is padded.
 
 # %% Which elements are mine?
 for rank in (0, 3):
@@ -45,11 +45,11 @@ for rank in (0, 3):
         f"[{first.start:,}, {first.stop:,})"
     )
 held = sum(piece.numel for rank in range(4) for piece in plan.view(rank).all_slices())
-assert held == plan.num_parameters  # every element once
+assert held == plan.num_parameters  # each element has one owner
 
 # %% [markdown]
-# The events of a step are the plan's too. A gather is issued before its unit is needed (prefetch),
-# into one of a few *slots* that the units take in turn; a release gives the slot back.
+# The plan also lists the events of a step. A gather is issued before its unit is needed (prefetch).
+# It fills one of a few *slots*, which the units use in turn; a release frees the slot.
 
 # %% One step, event by event
 for event in plan.events[:12]:
@@ -58,7 +58,7 @@ print("  ...")
 print(dict(Counter(str(event.kind) for event in plan.events)))
 
 # %% [markdown]
-# What a rank holds, by kind. These are bytes, not estimates: the engine allocates what stands here.
+# A rank's memory by kind. These are exact bytes, not estimates: the engine allocates the same.
 
 # %% Memory by kind
 for row in plan.rows():
@@ -67,9 +67,8 @@ for row in plan.rows():
 # %% [markdown]
 # ## One change at a time
 #
-# A strategy is a row of data. `full_shard` gathers every unit twice and holds the least;
-# `shard_grad_op` keeps gathered units until backward; `no_shard` holds everything and gathers
-# nothing.
+# `full_shard` gathers every unit twice and needs the least memory. `shard_grad_op` keeps gathered
+# units until backward. `no_shard` stores all state on every rank and gathers nothing.
 
 # %% Strategies compared
 print(f"  {'strategy':<16}{'state, MiB':>12}{'gathered, MiB per step':>24}")
@@ -79,15 +78,15 @@ for strategy in ("full_shard", "shard_grad_op", "no_shard"):
     print(f"  {strategy:<16}{other.peak_bytes['device'] / MIB:>12.0f}{gathered / MIB:>24.0f}")
 
 # %% [markdown]
-# More ranks make the state of a rank smaller; what is left are the slots, which do not shrink.
+# With more ranks, the state of a rank becomes smaller. The slots do not.
 
 # %% Ranks
 for world_size in (1, 8, 64, 1024):
     other = fs.plan(LLAMA, world_size=world_size, local_world_size=min(8, world_size))
-    print(f"  {world_size:>5} ranks: {other.peak_bytes['device'] / MIB:>8.1f} MiB of state a rank")
+    print(f"  {world_size:>5} ranks: {other.peak_bytes['device'] / MIB:>8.1f} MiB of state")
 
 # %% [markdown]
-# Deeper prefetch hides slower wires, and costs a slot each.
+# Deeper prefetch hides slower networks; each unit of depth costs one slot.
 
 # %% Prefetch
 for depth in (0, 1, 2):
@@ -95,5 +94,5 @@ for depth in (0, 1, 2):
     print(f"  depth {depth}: {other.peak_bytes['device'] / MIB:>8.1f} MiB")
 
 # %% [markdown]
-# `fullshard plan CONFIG --gpus 8xH100-80GB` adds activations and time on a device, says whether the
-# run fits and what to change, and with `--out plan.html` draws all of this.
+# `fullshard plan CONFIG --gpus 8xH100-80GB` adds activations and time on a device, reports whether
+# the run fits and what to change, and draws all of this with `--out plan.html`.

@@ -1,4 +1,4 @@
-"""What every test may use: the standing pool of ranks."""
+"""Fixtures of all tests: the standing pool of ranks, and the command line."""
 
 import gc
 import os
@@ -9,21 +9,21 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# Before torch is imported anywhere: processes of a test share few cores, and no test may use a hub.
+# Set before torch is imported: a test's processes share few cores, and no test may use a hub.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# XLA reads it when jax starts: most of a JAX test is spent in the compiler, little in its code.
+# XLA reads it when jax starts; a JAX test spends most of its time in the compiler.
 os.environ["XLA_FLAGS"] = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_use_fusion_emitters=false"
 )
 # Test files import `support.x`; ranks get the same path, since spawned processes inherit sys.path.
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.append(str(Path(__file__).parents[1]))  # what test files define is pickled as tests.x.y
-# Processes of tests import hundreds of files, which none shall compile a second time.
+sys.path.append(str(Path(__file__).parents[1]))  # classes of test files are pickled as tests.x.y
+# Test processes import hundreds of files; the cache compiles each only once.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# Other processes find the package of this folder, and jobs of tests.
+# Other processes import this checkout's package, and the tests' jobs.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [f"{sys.path[-1]}/src", sys.path[0], os.environ.get("PYTHONPATH")])
 )
@@ -31,9 +31,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 from support.command import call
 from support.ranks import RankPools
 
-sys.dont_write_bytecode = False  # nor a second time in this one
-# Examples per property: 25, and 200 with `--hypothesis-profile long`, as `make test-long` and
-# `make test-all` have it. A slow machine is no fault, and two runs of one commit try the same ones.
+sys.dont_write_bytecode = False  # this process uses the cache, too
+# Examples per property: 25, or 200 with `--hypothesis-profile long`, as `make test-long` and
+# `make test-all` set it. Slowness is no failure, and two runs of one commit try equal examples.
 for _name, _examples in {"short": 25, "long": 200}.items():
     hypothesis.settings.register_profile(
         _name,
@@ -51,7 +51,7 @@ hypothesis.settings.load_profile("short")
 def pytest_collection_modifyitems(items):
     """`@pytest.mark.short(n)`: all cases of a test but the first n are marked long.
 
-    Short tests come last: until they are run no worker is idle.
+    Short tests run last, so that no worker is idle before the end.
     """
     items.sort(key=lambda item: item.nodeid.startswith("tests/pure/"))
     seen = Counter()
@@ -65,13 +65,13 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What imports made stays: collecting garbage need not go through it."""
+    """Freezes imported objects, so that garbage collection skips them."""
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _cache(tmp_path_factory):
-    """Prepared tokens and calibrations of tests stay out of the user's cache."""
+    """Keeps prepared tokens and calibrations of tests out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -79,7 +79,7 @@ def _cache(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def fullshard(tmp_path_factory):
-    """`fullshard("train", "x.yaml", code=0)` runs the command in this process; it ends with 0."""
+    """`fullshard("train", "x.yaml", code=0)` runs the command here and checks its exit code."""
     return lambda *words, **how: call(tmp_path_factory.mktemp("output"), *words, **how)
 
 

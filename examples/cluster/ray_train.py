@@ -16,7 +16,7 @@ import fullshard as fs
 
 
 def train(settings: dict) -> None:
-    """The program of one worker."""
+    """Runs on each worker."""
     device = ray.train.torch.get_device()
     torch.manual_seed(0)  # equal weights on every worker
     model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)]).to(device)
@@ -27,7 +27,7 @@ def train(settings: dict) -> None:
         first = fs.load(settings["folder"], model, optimizer)["step"]
     rank = torch.distributed.get_rank()
     for step in range(first, settings["steps"]):
-        torch.manual_seed(1000 * step + rank)  # other data on every worker
+        torch.manual_seed(1000 * step + rank)  # different data on every worker
         x = torch.randn(32, 256, device=device)
         loss = (model(x) - x).square().mean()
         loss.backward()

@@ -1,8 +1,8 @@
-"""FSDP in JAX on a mesh with an axis `fsdp`: shard an NNX model, train it, see where it lies.
+"""FSDP in JAX on a mesh with an axis `fsdp`: shards an NNX model, trains it, shows its sharding.
 
     python examples/distributed/fsdp_sharding.py
 
-Runs on eight simulated CPU devices; on real devices leave out the first line of `main`.
+Runs on eight simulated CPU devices; on real devices, remove the first line of `main`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Block(nnx.Module):
 
 
 class Classifier(nnx.Module):
-    """Token ids to classes."""
+    """Classifies sequences of token ids."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
@@ -54,7 +54,7 @@ class Classifier(nnx.Module):
 
 
 def make_batch(seed: int) -> dict[str, np.ndarray]:
-    """New samples: half of a sample's tokens come from the tenth of the vocabulary of its class."""
+    """Creates samples: half of a sample's tokens come from a vocabulary range of its class."""
     generator = np.random.default_rng(seed)
     labels = generator.integers(0, CLASSES, SAMPLES)
     ids = generator.integers(0, VOCABULARY, (SAMPLES, 12))
@@ -63,7 +63,7 @@ def make_batch(seed: int) -> dict[str, np.ndarray]:
 
 
 def train(mesh: jax.sharding.Mesh) -> list[float]:
-    """Train on a new batch per step; the accuracy is measured before each update.
+    """Trains on a new batch per step; the accuracy is measured before each update.
 
     Returns:
         The losses.
@@ -84,7 +84,7 @@ def train(mesh: jax.sharding.Mesh) -> list[float]:
 
 
 def main() -> None:
-    """Plain FSDP, then FSDP with tensor parallelism; the losses are the same."""
+    """Runs plain FSDP, then FSDP with tensor parallelism; the losses are equal."""
     jax.config.update("jax_num_cpu_devices", 8)
     plain = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
     hybrid = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)

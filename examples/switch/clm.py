@@ -1,4 +1,4 @@
-"""A language model under transformers' Trainer: torchrun --nproc-per-node 2 clm.py FOLDER."""
+"""Trains a language model with transformers' Trainer: torchrun --nproc-per-node 2 clm.py FOLDER."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A loop on DistributedDataParallel: torchrun --nproc-per-node 2 ddp.py FOLDER."""
+"""A training loop on DistributedDataParallel: torchrun --nproc-per-node 2 ddp.py FOLDER."""
 
 import sys
 from pathlib import Path

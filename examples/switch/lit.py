@@ -1,4 +1,4 @@
-"""A module under Lightning's ModelParallelStrategy: torchrun --nproc-per-node 2 lit.py FOLDER."""
+"""Lightning's ModelParallelStrategy: torchrun --nproc-per-node 2 lit.py FOLDER."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A loop under Accelerate: torchrun --nproc-per-node 2 loop.py FOLDER."""
+"""A training loop with Accelerate: torchrun --nproc-per-node 2 loop.py FOLDER."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`fullshard bench calibrate` and `bench time`: what they write and refuse. No times."""
+"""`fullshard bench calibrate` and `bench time`: results and refusals, without checking times."""
 
 import pytest
 import torch
@@ -24,13 +24,13 @@ def test_every_kind_of_operation_has_a_table_on_a_whole_grid(dtype):
     assert [size for size, _ in timer.updates()] == [(n,) for n in TINY.updates]
 
 
-def test_the_host_is_what_is_left_of_tiny_models():
+def test_host_time_is_the_rest_of_the_time_of_tiny_models():
     bare = Ceilings(1, {}, {}, HostOverhead())
     measured = {"forward": 1.0, "backward": 2.0, "step 2": 10.0, "step 6": 26.0}
     found = host_of(bare, measured, {"cores": 2})
     assert found.forward_s > 0
     assert found.backward_s > 0
-    # Each block is a unit, of two turns, beside its operations.
+    # Each block is a unit with two turns, in addition to its operations.
     left = 26.0 - 10.0 - 4 * (1.0 + 2.0) / 6
     assert found.unit_s == pytest.approx(left / 8, rel=0.25)
     fast = dict.fromkeys(measured, 0.0)
@@ -65,12 +65,12 @@ def test_a_tiny_calibration_is_written_and_read(tmp_path):
     assert found.hosts[2].host.forward_s >= 0
 
 
-def test_times_without_a_calibration_say_what_to_run(tmp_path):
+def test_times_without_a_calibration_name_the_command_to_run(tmp_path):
     with pytest.raises(ConfigError, match="fullshard bench calibrate"):
         times.main(calibration=tmp_path / "none.json")
 
 
-def test_an_unknown_run_is_refused_with_those_there_are():
+def test_an_unknown_run_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match=r"--case: expected one of llama .*; got 'lama'"):
         find_cases(["lama"])
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.compile`: blocks of every engine are one graph and compile once."""
+"""`python -m benchmarks.compile`: every engine's blocks are one graph, compiled once."""
 
 import warnings
 

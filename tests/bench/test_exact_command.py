@@ -1,4 +1,4 @@
-"""`python -m benchmarks.exact`: what its rows say, and one real case."""
+"""`python -m benchmarks.exact`: its rows, and one real case."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ def test_the_median_is_of_absolute_errors_and_judged_by_the_goal():
     assert page(-0.06, 0.06).notes[0].endswith("not met).")
 
 
-def test_collectives_that_differ_are_said():
+def test_the_page_reports_collectives_that_differ():
     rows = [exact.row_of(exact.CASES[0], found(0.0, same=False))]
     notes = exact.page_of(rows, "v5p:2x2x2", 0.0, "").notes
     assert notes[1] == "8M full_shard none 512: XLA's collectives are not the plan's."
@@ -46,7 +46,7 @@ def test_a_case_is_planned_and_compiled(monkeypatch, capfd, tmp_path):
     assert "| tiny (" in (tmp_path / "exact.md").read_text()
 
 
-def test_a_case_that_does_not_compile_says_why(monkeypatch):
+def test_a_case_that_does_not_compile_reports_the_reason(monkeypatch):
     run = partial(forked.run, timeout=100)
     monkeypatch.setattr(exact, "subprocess", SimpleNamespace(run=run))
     impossible = exact.Case("odd", 65, 2, 256, "full_shard", "block", 64)

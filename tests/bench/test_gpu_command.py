@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu`: it runs without a GPU and says that it measured nothing."""
+"""`python -m benchmarks.gpu` without a GPU runs and reports that it measured nothing."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""DDP, FSDP2 and fullshard train the same thing on the same text."""
+"""DDP, FSDP2 and fullshard train equally on the same text."""
 
 import math
 import xml.etree.ElementTree as ET

@@ -1,4 +1,4 @@
-"""What the plan says that a run will hold is what it holds at its peak, by the allocator."""
+"""The planned memory of a run equals its peak by the allocator."""
 
 from dataclasses import astuple
 
@@ -10,8 +10,8 @@ from benchmarks.memory_rank import live_peak_bytes, measure
 from fullshard.errors import ConfigError
 
 TOLERANCE = 0.03
-LONG = [  # short: llamas, in train/test_taught.py, test_phases.py and test_plan_of_adapters.py
-    MemoryCase("gpt2", "shard_grad_op", "block", "bfloat16"),  # tied; weights' gradients in bf16
+LONG = [  # tested with llama in train/test_{taught,phases,plan_of_adapters}.py
+    MemoryCase("gpt2", "shard_grad_op", "block", "bfloat16"),  # tied weights; gradients in bf16
     MemoryCase("qwen3_moe", "no_shard", "selective", accumulation=2),
 ]
 
@@ -38,7 +38,7 @@ def test_planned_and_measured_peaks_agree_within_three_percent(ranks, case):
     assert planned == pytest.approx(measured, rel=TOLERANCE), found[0]["rows"]
 
 
-def test_the_measured_peak_is_of_what_is_alive_at_once():
+def test_the_measured_peak_counts_bytes_alive_at_once():
     def one_after_the_other():
         for _ in range(4):
             torch.ones(MIB // 4)
@@ -64,7 +64,7 @@ def test_the_sweep_has_ten_architectures_and_every_recompute_and_strategy():
     }
 
 
-def test_an_unknown_architecture_is_refused_with_those_there_are():
+def test_an_unknown_architecture_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match=r"--model: expected one of llama, .* got 'lama'"):
         find_cases(["lama"])
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.overlap`: what its rows and its trace say. No times."""
+"""`python -m benchmarks.overlap`: its rows and its trace, without checking times."""
 
 import json
 
@@ -48,7 +48,7 @@ def piece(lane, what, start_ns, stop_ns, waited_ns=0):
     return Slice(lane, 1, what, "backward", start_ns, stop_ns, 0, waited_ns)
 
 
-def test_compute_is_held_against_the_busier_wire():
+def test_compute_is_compared_with_the_busier_wire():
     one = (
         piece("compute", "backward", 0, 300),
         piece("gather", "gather", 0, 50),

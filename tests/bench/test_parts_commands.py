@@ -1,4 +1,4 @@
-"""`fullshard bench comm`, `benchmarks.host` and `benchmarks.scale`: rows and refusals. No times."""
+"""`fullshard bench comm`, `benchmarks.host` and `benchmarks.scale`: rows and refusals."""
 
 import json
 import xml.etree.ElementTree as ET
@@ -18,7 +18,7 @@ def run(name, *arguments):
 
 
 def found_by(tmp_path, name, *arguments):
-    """The rows of a command, which must be those that it keeps."""
+    """Returns the rows of a command and checks that the command stores the same."""
     done = run(name, "--rounds", "3", "--json", "--out", str(tmp_path), *arguments)
     assert done.returncode == 0, done.stderr
     assert ("bench comm: about " in done.stderr) is (name == "comm")
@@ -111,7 +111,7 @@ def test_a_transport_that_cannot_be_built_is_absent_with_the_reason():
         (("scale", "--world", "8", "--world", "12"), "got 12. The nearest is 8"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_at_once(arguments, expected):
+def test_impossible_measurements_are_refused_at_once(arguments, expected):
     done = run(*arguments)
     assert done.returncode in (2, 3)
     assert expected in done.stderr

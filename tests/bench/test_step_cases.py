@@ -1,4 +1,4 @@
-"""Every kind of model that `fullshard bench step` times: ours and FSDP2 train the same."""
+"""Every kind of model that `fullshard bench step` times trains equally on ours and FSDP2."""
 
 from dataclasses import replace
 
@@ -27,9 +27,9 @@ def test_a_case_has_equal_losses_in_ours_and_fsdp2(ranks, name):
     ours, theirs, floor = (
         pool(losses_of, case, engine)[0] for engine in ("fullshard", "fsdp2", "floor")
     )
-    # Two ranks' sums know one order, so the tolerance of float32 holds in bfloat16 too.
+    # A sum of two ranks has only one order, so the tolerance of float32 holds in bfloat16 too.
     assert ours == pytest.approx(theirs, rel=LOSS_TOLERANCE["float32"])
-    # The floor does not train: equality after the first step is no accident.
+    # The floor does not train, so equality after the first step is significant.
     assert floor[0] == pytest.approx(theirs[0], rel=LOSS_TOLERANCE["float32"])
     assert floor[1:] != pytest.approx(theirs[1:], rel=LOSS_TOLERANCE["float32"])
 

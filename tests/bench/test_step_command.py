@@ -1,4 +1,4 @@
-"""`fullshard bench step` on a tiny model: every engine trains the same, and the JSON says so."""
+"""`fullshard bench step` on a tiny model: all engines train equally, as the JSON reports."""
 
 import json
 import re
@@ -26,7 +26,7 @@ def test_every_engine_has_equal_losses_and_a_row(tmp_path):
     assert all(row.keys() >= CONTRACT for row in rows.values())
     assert all(row["step_time_s"] > 0 and row["tokens_per_s"] > 0 for row in rows.values())
     losses = found["cases"][0]["losses"]
-    # Beside the command's own check: the floor does not train, so equality is no accident.
+    # The floor does not train, so the equality that the command checks is significant.
     for name in TRAINING:
         assert losses[name] == pytest.approx(losses["fsdp2"], rel=2e-5)
     assert losses["floor"] != pytest.approx(losses["fsdp2"], rel=2e-5)
@@ -39,7 +39,7 @@ def test_every_engine_has_equal_losses_and_a_row(tmp_path):
 def test_memory_is_measured_of_an_engine_alone():
     words = ("--case", "tiny", "--rounds", "3", "--engine", "ddp")
     (row,) = result("step", *words, timeout=500)["rows"]
-    # Parameters, gradients and two moments of 0.12M float32 elements are the least DDP can hold.
+    # DDP needs at least parameters, gradients and two moments of 0.12M float32 elements.
     assert row["memory_peak_bytes"] > 4 * 4 * 100_000
 
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.xla`: what its rows say. No times."""
+"""`python -m benchmarks.xla`: its rows, without checking times."""
 
 import pytest
 from benchmarks import xla
@@ -8,7 +8,7 @@ from support import forked
 
 
 def results(slow_down=1.0, other_loss=2.0):
-    """Of two ranks; a round was disturbed for all alike."""
+    """Returns results of two ranks; one round was disturbed for all engines."""
     times = {
         xla.OURS: [1.1 * slow_down, 3.3 * slow_down, 1.1 * slow_down],
         xla.OURS_ONCE: [1.5, 4.5, 1.5],
@@ -44,7 +44,7 @@ def test_rows_have_paired_ratios_to_one_process_and_to_auto():
     assert not ours["loaded"]
 
 
-def test_goals_and_unequal_losses_are_said():
+def test_goals_and_unequal_losses_are_reported():
     assert [note.rpartition("(")[2] for note in page(results()).notes[1:]] == [
         "goal 1.2: met).",
         "goal 1.0: met).",

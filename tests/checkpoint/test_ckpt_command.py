@@ -1,4 +1,4 @@
-"""`fullshard ckpt` sees what is there: every tensor, one flipped byte, the tensor that differs."""
+"""`fullshard ckpt` lists every tensor, finds one flipped byte, and names tensors that differ."""
 
 import json
 import os
@@ -25,7 +25,7 @@ POSITION = {"samples_seen": 6, "epoch": 0.5}
 
 
 def write(root, steps):
-    """A tied model after 1, 2, ... steps."""
+    """Writes checkpoints of a tied model after 1, 2, ... steps."""
     torch.manual_seed(0)
     model = fs.shard(perturbed(Tiny(tied=True)), wrap=["Block"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -55,7 +55,7 @@ def flip(path, at):
     path.write_bytes(data)
 
 
-def test_ls_lists_the_newest_first_and_says_what_is_not_complete(fullshard, run_dir):
+def test_ls_lists_the_newest_first_and_marks_incomplete_ones(fullshard, run_dir):
     folder = run_dir / "checkpoints"
     (folder / "step-00000003" / "COMPLETE.json").unlink()
     done = fullshard("ckpt", "ls", run_dir, "--json", code=0)
@@ -71,7 +71,7 @@ def test_inspect_shows_tensors_optimizer_step_ranks_and_position(fullshard, writ
     state = Tiny(tied=True).state_dict()
     assert tensors.keys() == state.keys() - {"head.weight"}
     assert all(tensors[name]["shape"] == list(state[name].shape) for name in tensors)
-    # Of Block's 1,344 elements 672 are on each rank; the cut falls into a matrix.
+    # Each rank stores 672 of Block's 1,344 elements; the cut falls into a matrix.
     assert max(row["num_slices"] for row in tensors.values()) == 2
     assert (facts["step"], facts["world_size"], facts["position"]) == (3, 2, POSITION)
     assert facts["optimizer"] == "AdamW"
@@ -87,7 +87,7 @@ def test_verify_names_file_and_tensor_of_one_flipped_byte(fullshard, run_dir, na
     assert fullshard("ckpt", "verify", run_dir).exit_code == 0
     newest = run_dir / "checkpoints" / "step-00000003"
     file = newest / f"{name}.safetensors"
-    before = {key: value.clone() for key, value in load_file(file).items()}  # it is mapped
+    before = {key: value.clone() for key, value in load_file(file).items()}  # a mapped file
     flip(file, file.stat().st_size - 1)
     damaged = [key for key, value in load_file(file).items() if not torch.equal(value, before[key])]
     done = fullshard("ckpt", "verify", run_dir, "--json", code=7)
@@ -100,7 +100,7 @@ def test_verify_names_file_and_tensor_of_one_flipped_byte(fullshard, run_dir, na
     assert damaged[0] in text
 
 
-def test_verify_names_texts_headers_and_the_index_too(fullshard, run_dir):
+def test_verify_names_damaged_texts_headers_and_the_index(fullshard, run_dir):
     newest = run_dir / "checkpoints" / "step-00000003"
     flip(newest / "plan.json", 20)
     flip(newest / "model-00000.safetensors", 12)
@@ -114,12 +114,12 @@ def test_verify_names_texts_headers_and_the_index_too(fullshard, run_dir):
     assert "index.json: expected the bytes that were written" in done.err
 
 
-def test_diff_names_what_differs_and_by_how_much(fullshard, written, tmp_path):
+def test_diff_names_differing_tensors_and_their_differences(fullshard, written, tmp_path):
     one, two = (written / "checkpoints" / f"step-0000000{step}" for step in (1, 2))
     assert fullshard("ckpt", "diff", one, one).exit_code == 0
     done = fullshard("ckpt", "diff", one, two, "--json", code=8)
     rows = {row["name"]: row for row in done.json["rows"]}
-    # AdamW's second step moves by at most lr, and by about that in its first steps.
+    # AdamW's first steps change a weight by at most about lr.
     assert 0.005 < rows["embed.weight"]["max_abs"] < 0.02
     assert rows["embed.weight/step"]["max_abs"] == 1.0
     assert not {"steps", "shift", "unused"} & rows.keys()
@@ -129,7 +129,7 @@ def test_diff_compares_a_checkpoint_with_a_hugging_face_folder(fullshard, writte
     torch.manual_seed(0)
     state = perturbed(Tiny(tied=True)).state_dict()
     one = written / "checkpoints" / "step-00000001"
-    for name, tensor in state.items():  # what the checkpoint holds, read by safetensors alone
+    for name, tensor in state.items():  # the tensors of the checkpoint, read with safetensors only
         if name not in ("head.weight",):
             tensor.copy_(whole(one, name, tensor.shape))
     theirs = {name: value.clone() for name, value in state.items()}
@@ -154,14 +154,14 @@ def test_diff_compares_a_checkpoint_with_a_hugging_face_folder(fullshard, writte
 
 
 def whole(checkpoint, name, shape):
-    """A tensor from its slices as the format's page says, without our reader."""
+    """Assembles a tensor from its slices as the format's page describes, without our reader."""
     index = json.loads((checkpoint / "index.json").read_text())
     entry = index["tensors"][f"model/{name}"]
     parts = [load_file(checkpoint / index["files"][p[0]])[name] for p in entry["slices"]]
     return torch.cat([part.reshape(-1) for part in parts]).view(shape)
 
 
-def test_prune_keeps_the_newest_and_removes_what_crashes_left(fullshard, run_dir):
+def test_prune_keeps_the_newest_and_removes_leftovers_of_crashes(fullshard, run_dir):
     folder = run_dir / "checkpoints"
     left = folder / ".step-00000002.saving-ab12"
     left.mkdir()
@@ -173,15 +173,15 @@ def test_prune_keeps_the_newest_and_removes_what_crashes_left(fullshard, run_dir
     assert sorted(p.name for p in folder.iterdir()) == ["step-00000002", "step-00000003"]
     going = superfluous(folder, 1)
     assert fullshard("ckpt", "prune", run_dir).exit_code == 0
-    remove(going)  # a run that goes on removes the same ones
+    remove(going)  # a resumed run removes the same ones
     assert [p.name for p in folder.iterdir()] == ["step-00000003"]
 
 
-def test_what_a_killed_prune_left_is_listed_with_its_size_and_removed(
+def test_leftovers_of_a_killed_prune_are_listed_with_sizes_and_removed(
     fullshard, run_dir, monkeypatch
 ):
     folder = run_dir / "checkpoints"
-    for _ in range(2):  # the second removes what the first left
+    for _ in range(2):  # the second command removes the rest
         with monkeypatch.context() as killed:
             killed.setattr("fullshard.checkpoint.read.remove_tree", lambda _: None)
             fullshard("ckpt", "prune", run_dir, "--keep", 1, code=0)
@@ -226,7 +226,7 @@ def test_nothing_is_written_where_checkpoints_are_pruned(fullshard, run_dir, com
     assert not (folder / place).exists()
 
 
-def test_an_import_becomes_no_checkpoint_of_a_run_that_is_active(fullshard, run_dir, tmp_path):
+def test_an_import_is_refused_in_the_folder_of_an_active_run(fullshard, run_dir, tmp_path):
     source, target = run_dir / "checkpoints/step-00000001", run_dir / "checkpoints/step-99999999"
     with RunLock(run_dir):
         done = fullshard("ckpt", "import", source, target, code=2)
@@ -236,8 +236,8 @@ def test_an_import_becomes_no_checkpoint_of_a_run_that_is_active(fullshard, run_
     fullshard("ckpt", "import", source, target, code=0)
 
 
-def test_an_import_becomes_no_checkpoint_where_a_process_saves(fullshard, run_dir, tmp_path):
-    """As a run does with training.checkpoint_dir."""
+def test_an_import_is_refused_where_a_process_saves(fullshard, run_dir, tmp_path):
+    """Covers processes that save as a run with training.checkpoint_dir does."""
     source, place = run_dir / "checkpoints/step-00000001", tmp_path / "elsewhere"
     Saves().claim_folder(place)
     done = fullshard("ckpt", "import", source, place / "step-99999999", code=2)
@@ -257,14 +257,14 @@ def test_an_import_leaves_locks_of_other_tools_alone(fullshard, run_dir, tmp_pat
 
 
 def test_an_import_may_add_a_step_beside_the_files_of_a_run(fullshard, run_dir):
-    RunLock(run_dir).close()  # a run that has ended
+    RunLock(run_dir).close()  # the run has ended
     (run_dir / "run.json").write_text("{}")
     source = run_dir / "checkpoints/step-00000001"
     fullshard("ckpt", "import", source, run_dir / "step-99999999", code=0)
 
 
-def test_no_run_begins_where_an_import_adds_a_step(fullshard, run_dir, tmp_path, monkeypatch):
-    """It would take the step that the import completes later for its own newest one."""
+def test_no_run_starts_where_an_import_adds_a_step(fullshard, run_dir, tmp_path, monkeypatch):
+    """The run would take the unfinished step for its own newest one."""
     source, place = tmp_path / "source", tmp_path / "elsewhere"
     (run_dir / "checkpoints/step-00000001").rename(source)
     read, refused = Checkpoint.read, []
@@ -280,14 +280,14 @@ def test_no_run_begins_where_an_import_adds_a_step(fullshard, run_dir, tmp_path,
         read(self, key, *span)
 
     monkeypatch.setattr(Checkpoint, "read", read_while_a_run_begins)
-    RunLock(run_dir).close()  # a run that has ended
+    RunLock(run_dir).close()  # the run has ended
     (run_dir / "run.json").write_text("{}")
     for folder in claims:
         fullshard("ckpt", "import", source, folder / "step-99999999", code=0)
         assert "expected a folder that no" in refused.pop()
 
 
-AT = {  # where a signal arrives
+AT = {  # the call at which a signal arrives
     "claim": (commit, "make_note"),
     "read": (Checkpoint, "read"),
     "report": (commit, "fill_note"),
@@ -311,7 +311,7 @@ def test_a_signal_leaves_no_part_of_a_copy(fullshard, run_dir, tmp_path, monkeyp
 
     monkeypatch.setattr(*AT[at], stopped)
     command, *options = words
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # without a handler it ends with 0
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ignored: exit code 0
     try:
         done = fullshard("ckpt", command, run_dir, tmp_path / "copy", *options, code=75)
     finally:
@@ -321,7 +321,7 @@ def test_a_signal_leaves_no_part_of_a_copy(fullshard, run_dir, tmp_path, monkeyp
     assert not list(tmp_path.glob("*copy*"))
 
 
-def test_a_step_whose_link_leads_nowhere_is_skipped_and_said(fullshard, run_dir, tmp_path, caplog):
+def test_a_step_with_a_dangling_link_is_skipped_and_reported(fullshard, run_dir, tmp_path, caplog):
     newest, loop = run_dir / "checkpoints" / "step-00000009", tmp_path / "loop"
     newest.symlink_to("nowhere")
     done = fullshard("ckpt", "ls", run_dir, "--json")
@@ -338,7 +338,7 @@ def test_a_folder_without_checkpoints_is_a_checkpoint_error(fullshard, tmp_path,
     assert "CheckpointError: checkpoint: expected a checkpoint or a folder of step-*" in done.err
 
 
-def test_a_mistyped_folder_is_told_its_neighbour(fullshard, run_dir):
+def test_a_mistyped_folder_is_answered_with_the_nearest_name(fullshard, run_dir):
     done = fullshard("ckpt", "ls", run_dir.with_name("rum"))
     assert f"which does not exist. Did you mean '{run_dir}'?" in done.err
     assert "ckpt ls" not in done.err
@@ -348,7 +348,7 @@ def test_a_mistyped_folder_is_told_its_neighbour(fullshard, run_dir):
 @pytest.mark.parametrize(
     "words", [("export", "--config"), ("export", "--format", "dcp"), ("import",)], ids=" ".join
 )
-def test_nothing_is_named_that_was_made_of_a_replaced_checkpoint(
+def test_an_export_of_a_replaced_checkpoint_gets_no_name(
     fullshard, run_dir, tmp_path, monkeypatch, words
 ):
     command, *options = words
@@ -361,7 +361,7 @@ def test_nothing_is_named_that_was_made_of_a_replaced_checkpoint(
     def read_and_swap(self, key, *span):
         read(self, key, *span)
         reads.append(key)
-        if swap_at == [len(reads)]:  # the last read of a whole and undamaged checkpoint
+        if swap_at == [len(reads)]:  # the last read of a complete and undamaged checkpoint
             newest.rename(tmp_path / "old")
             newest.with_name("step-00000002").rename(newest)
 
@@ -375,10 +375,8 @@ def test_nothing_is_named_that_was_made_of_a_replaced_checkpoint(
 
 
 @pytest.mark.parametrize("command", ["export", "import"])
-def test_nothing_is_named_that_was_made_of_weights_that_were_written_again(
-    fullshard, tmp_path, monkeypatch, command
-):
-    """`save_pretrained` of a live program writes in place: a copy would have weights of both."""
+def test_an_import_of_rewritten_weights_gets_no_name(fullshard, tmp_path, monkeypatch, command):
+    """`save_pretrained` writes in place, so a copy could mix old and new weights."""
     folder, read, reads = tmp_path / "model", TensorFile.read, []
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "none"}')
@@ -416,8 +414,8 @@ print(codes)
 
 
 @pytest.mark.long
-def test_memory_that_runs_out_under_a_limit_is_no_damage(tmp_path, fullshard):
-    """Code 7 would make a scheduler give up a checkpoint that is whole."""
+def test_running_out_of_memory_is_not_reported_as_damage(tmp_path, fullshard):
+    """With code 7 a scheduler would give up an undamaged checkpoint."""
     big, whole = tmp_path / "big", tmp_path / "whole"
     big.mkdir()
     save_file({"w": torch.zeros(25_000_000)}, big / "model.safetensors")

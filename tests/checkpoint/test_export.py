@@ -1,4 +1,4 @@
-"""Exported folders open in transformers and in torch's own tools, and give the same logits."""
+"""Exported folders open in transformers and in torch's tools, and give the same logits."""
 
 import json
 import os
@@ -25,13 +25,13 @@ def whole(name):
 
 
 def one_of_several():
-    """Queries, keys and values are one tensor in its files."""
+    """One tensor in its files contains queries, keys and values."""
     sizes = {"num_hidden_layers": 1, "num_key_value_heads": 4, "head_dim": 8}
     return hugging_face("hrm_text", intermediate_size=48, **sizes)
 
 
 def write(root):
-    """A checkpoint of each model after a step of SGD, and the logits of one process after it."""
+    """Writes a checkpoint of each model after a step of SGD; returns the logits of one process."""
     for name in MODELS:
         sharded, one = fs.shard(whole(name)), whole(name)
         for model in (sharded, one):
@@ -70,7 +70,7 @@ def test_an_exported_folder_gives_the_logits_of_the_model(fullshard, written, tm
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
     assert len(sizes) == len(set(index["weight_map"].values())) > 3
-    assert all(size < 26_000 for size in sizes)  # 20 KB, or one tensor, and a header
+    assert all(size < 26_000 for size in sizes)  # 20 KB or one tensor, plus a header
     state = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
     assert state.keys() == index["weight_map"].keys()
     assert index["metadata"]["total_size"] == sum(v.nbytes for v in state.values())
@@ -82,7 +82,7 @@ def test_an_exported_folder_gives_the_logits_of_the_model(fullshard, written, tm
     assert fullshard("ckpt", "import", folder, again).exit_code == 0
     rows = [fullshard("ckpt", "inspect", at, "--json").json for at in (written / name, again)]
     ours, its = ({r["name"] for r in one["tensors"] if r["kind"] == "model"} for one in rows)
-    assert ours == its  # the model's names, so that a run can begin from it
+    assert ours == its  # names of the model, so that a run can start from it
     assert fullshard("ckpt", "export", again, tmp_path / "exported again").exit_code == 0
 
 
@@ -120,14 +120,14 @@ def test_torchs_own_dcp_load_reads_an_export_with_its_optimizer(fullshard, tmp_p
             adamw.state[its]["exp_avg"], optimizer.state[mine]["exp_avg"].view_as(its)
         )
         assert adamw.state[its]["step"] == 1
-    # And ours reads it back.
+    # Our import reads it back.
     done = fullshard("ckpt", "diff", tmp_path / "ours", tmp_path / "dcp", "--json")
     assert [row["name"] for row in done.json["rows"]] == []
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("case", ["tied tensors", "an optimizer", "a damaged configuration"])
-def test_what_refers_to_the_names_of_files_is_renamed_or_left_out(fullshard, tmp_path, case):
+def test_references_to_file_names_are_renamed_or_dropped(fullshard, tmp_path, case):
     model = whole("tied llama")
     model.config.save_pretrained(tmp_path)
     base = model.model  # its names begin after "model."
@@ -161,7 +161,7 @@ def test_what_refers_to_the_names_of_files_is_renamed_or_left_out(fullshard, tmp
     fullshard("ckpt", "export", tmp_path / "ours", tmp_path / "exported", code=0)
 
 
-def test_what_cannot_be_exported_says_so_and_leaves_nothing(fullshard, written, tmp_path):
+def test_a_refused_export_names_the_reason_and_leaves_no_file(fullshard, written, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     done = fullshard("ckpt", "export", written / "llama", tmp_path / "full", code=7)
@@ -204,7 +204,7 @@ def test_an_export_through_a_link_goes_where_it_leads(fullshard, written, tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "out"]
 
 
-def test_an_export_clears_what_a_killed_one_left(fullshard, written, tmp_path):
+def test_an_export_removes_leftovers_of_a_killed_one(fullshard, written, tmp_path):
     with subprocess.Popen(["true"]) as ended:
         ended.wait()
     dead, alive = (tmp_path / f".out.saving-{pid:x}" for pid in (ended.pid, os.getppid()))

@@ -60,7 +60,7 @@ def test_a_newer_foreign_folder_is_reported_and_nothing_is_written_over_it(
             refused()
     with pytest.raises(CheckpointError, match=r"step-00000002.*contains other files"):
         fs.save(tmp_path, model, step=2)
-    fs.save(tmp_path, model, step=3)  # a newer one of ours is taken again
+    fs.save(tmp_path, model, step=3)  # a newer one of ours is resumed again
     assert newest_complete(tmp_path).step == 3
     assert fs.load(tmp_path, model)["step"] == 3
     if become is with_files_of_others:
@@ -72,7 +72,7 @@ def test_a_newer_foreign_folder_is_reported_and_nothing_is_written_over_it(
 
 
 @pytest.mark.parametrize("step", [2, 3])
-def test_a_complete_save_of_a_later_version_is_no_leftover(tmp_path, model, step):
+def test_a_complete_save_of_a_later_version_is_kept(tmp_path, model, step):
     for one in (1, 2):
         fs.save(tmp_path, model, step=one)
     of_later_version(tmp_path / "step-00000002")
@@ -89,7 +89,7 @@ def test_a_complete_save_of_a_later_version_is_no_leftover(tmp_path, model, step
 
 
 @pytest.mark.parametrize("left", ["empty", "without its end", "with half its end"])
-def test_remains_of_our_own_are_replaced(tmp_path, model, left):
+def test_leftovers_of_our_own_saves_are_replaced(tmp_path, model, left):
     fs.save(tmp_path, model, step=1)
     folder = tmp_path / "step-00000001"
     (folder / "COMPLETE.json").write_text('{"format": ')
@@ -112,7 +112,7 @@ def test_a_folder_of_another_tool_is_answered_with_the_command_that_imports_it(t
     assert f"fullshard ckpt import '{folder}' '{folder}-imported'" in str(caught.value)
 
 
-def test_what_comes_into_a_users_folder_during_an_export_stays(tmp_path):
+def test_files_added_to_a_users_folder_during_an_export_stay(tmp_path):
     folder = tmp_path / "out"
     folder.mkdir()
 
@@ -131,7 +131,7 @@ def test_what_comes_into_a_users_folder_during_an_export_stays(tmp_path):
     assert (folder / "model.safetensors").read_text() == "ours"
 
 
-def test_what_comes_into_the_place_of_a_checkpoint_during_its_save_stays(tmp_path, model):
+def test_files_added_at_a_checkpoints_path_during_its_save_stay(tmp_path, model):
     place = commit.claim(tmp_path / "last")
     commit.join(place, 0)
     commit.report(place, 0, [])

@@ -1,4 +1,4 @@
-"""What other tools wrote becomes a checkpoint that computes and trains on as their model did."""
+"""Imported checkpoints of other tools compute and train like the original model."""
 
 import json
 import pickle
@@ -45,17 +45,17 @@ def train(model, optimizer, steps):
 def model_of(seed=0):
     torch.manual_seed(seed)
     model = Tiny(tied=False)
-    model.scale = nn.Parameter(torch.ones(1))  # FSDP2 takes no parameter without dimensions
+    model.scale = nn.Parameter(torch.ones(1))  # FSDP2 rejects zero-dimensional parameters
     return perturbed(model)
 
 
 def adamw_of(model, lr=1e-2):
-    """Without decay: FSDP1 gives an unused parameter a gradient of zeros, others none."""
+    """AdamW without weight decay; FSDP1 gives an unused parameter a gradient of zeros."""
     return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
 
 
 def one_process(steps):
-    """The same on one process: all ranks see the same batch."""
+    """Trains in one process; all ranks see the same batch."""
     model = model_of()
     optimizer = adamw_of(model)
     train(model, optimizer, range(steps))
@@ -73,14 +73,14 @@ def write_fsdp2(root):
     state, states = get_state_dict(model, optimizer)
     dcp.save({"model": state, "optimizer": states}, checkpoint_id=root / "fsdp2 dcp")
     dcp.save(state, checkpoint_id=root / "fsdp2 dcp, model alone")
-    folder = root / "accelerate, sharded"  # two folders of these names: what Accelerate makes
+    folder = root / "accelerate, sharded"  # two folders with the names that Accelerate uses
     dcp.save({"model": state}, checkpoint_id=folder / "pytorch_model_fsdp_0")
     dcp.save({"optimizer": states}, checkpoint_id=folder / "optimizer_0")
     save_rank(root / "fsdp2 ranks", state)
 
 
 def write_replicated(root):
-    """Ranks 0 and 1 hold the shards, ranks 2 and 3 the same again."""
+    """Ranks 0 and 1 hold the shards; ranks 2 and 3 hold replicas of them."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = model_of()
     fully_shard(model, mesh=mesh)
@@ -97,7 +97,7 @@ def write_fsdp1(root):
         save_rank(root / "fsdp1 ranks, sharded tensors", model.state_dict())
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         state = model.state_dict()
-    if dist.get_rank() == 0:  # the name under which Accelerate saves it
+    if dist.get_rank() == 0:  # the name that Accelerate gives it
         (root / "fsdp1 whole").mkdir()
         torch.save(state, root / "fsdp1 whole" / "pytorch_model_fsdp.bin")
 
@@ -110,7 +110,7 @@ def save_rank(folder, state):
 
 def write_two(root):
     write_fsdp2(Path(root))
-    with warnings.catch_warnings():  # FSDP1 warns of itself in many places
+    with warnings.catch_warnings():  # FSDP1 itself issues many warnings
         warnings.simplefilter("ignore")
         write_fsdp1(Path(root))
 
@@ -135,7 +135,7 @@ def loaded(checkpoint, optimizer):
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_an_import_has_their_weights_and_trains_on_with_their_optimizer(
+def test_an_import_has_equal_weights_and_continues_with_the_optimizer_states(
     fullshard, written, tmp_path, name
 ):
     optimizer = WRITERS[name][1]
@@ -180,7 +180,7 @@ def test_a_view_that_is_not_the_same_tensor_is_not_tied(fullshard, tmp_path):
     assert {"a", "turned"} <= {row["name"] for row in found["tensors"]}
 
 
-def test_of_deepspeeds_files_each_rank_has_one(fullshard, tmp_path):
+def test_each_rank_needs_one_file_of_deepspeed(fullshard, tmp_path):
     facts = {"module": {}, "param_shapes": [{"w": torch.Size([4])}]}
     torch.save(facts, tmp_path / "mp_rank_00_model_states.pt")
     part = {"partition_count": 2, "single_partition_of_fp32_groups": [torch.ones(2)]}
@@ -191,7 +191,7 @@ def test_of_deepspeeds_files_each_rank_has_one(fullshard, tmp_path):
     assert "expected one *_optim_states.pt per rank, from 0" in done.err
     file.rename(tmp_path / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
     assert fullshard("ckpt", "import", tmp_path, tmp_path / "ours").exit_code == 0
-    part["single_partition_of_fp32_groups"] = [torch.ones(4)]  # of a larger model
+    part["single_partition_of_fp32_groups"] = [torch.ones(4)]  # a file of a larger model
     for rank in (0, 1):
         file = tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         torch.save({"optimizer_state_dict": part}, file)
@@ -211,7 +211,7 @@ def test_a_tensor_that_two_files_hold_is_refused(fullshard, tmp_path, kind):
     (tmp_path / f"{one}.index.json").write_text(json.dumps(index))
     done = fullshard("ckpt", "import", tmp_path, tmp_path / "ours", code=7)
     assert "2.part': expected each tensor in one file; got b in another one too" in done.err
-    write({"c": torch.zeros(2)}, tmp_path / "2.part")  # of another save
+    write({"c": torch.zeros(2)}, tmp_path / "2.part")  # a file of another save
     listed = {"weight_map": {"a": "1.part", "d": "2.part"}}
     (tmp_path / f"{one}.index.json").write_text(json.dumps(listed))
     done = fullshard("ckpt", "import", tmp_path, tmp_path / "ours", code=7)
@@ -225,7 +225,7 @@ def test_a_tensor_that_two_files_hold_is_refused(fullshard, tmp_path, kind):
 
 def test_tied_weights_that_differ_are_not_exported_as_one(fullshard, tmp_path):
     model = CASES["llama"].build()
-    model.config.tie_word_embeddings = True  # which its weights are not
+    model.config.tie_word_embeddings = True  # its weights are not tied
     model.config.save_pretrained(tmp_path / "theirs")
     torch.save(model.state_dict(), tmp_path / "theirs" / "pytorch_model.bin")
     assert fullshard("ckpt", "import", tmp_path / "theirs", tmp_path / "ours").exit_code == 0
@@ -307,7 +307,7 @@ def test_a_flipped_byte_of_a_weight_is_found(fullshard, tmp_path, name):
     assert "expected entries that equal their checksums" in done.err
 
 
-def test_an_import_of_several_formats_says_which_it_leaves(fullshard, tmp_path):
+def test_an_import_of_several_formats_names_the_ignored_ones(fullshard, tmp_path):
     torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
     torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model_fsdp.bin")
     (tmp_path / "adapter_model.safetensors").touch()
@@ -318,7 +318,7 @@ def test_an_import_of_several_formats_says_which_it_leaves(fullshard, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_of_the_layout_of_torchs_tutorial_the_optimizers_states_are_found(fullshard, tmp_path):
+def test_optimizer_states_in_the_layout_of_torchs_tutorial_are_found(fullshard, tmp_path):
     moments = {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2), "step": torch.tensor(3.0)}
     groups = [{"params": ["w"], "lr": 0.1, "decoupled_weight_decay": True}]
     app = {
@@ -336,7 +336,7 @@ def test_of_the_layout_of_torchs_tutorial_the_optimizers_states_are_found(fullsh
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", ["dcp", "file"])
-def test_what_stands_beside_an_imported_model_is_named(fullshard, tmp_path, kind):
+def test_other_contents_of_an_imported_file_are_named(fullshard, tmp_path, kind):
     state = {"model": {"w": torch.ones(2)}, "ema": {"w": torch.zeros(2)}, "step": 7}
     if kind == "dcp":
         dcp.save(state, checkpoint_id=tmp_path / kind, no_dist=True)
@@ -347,7 +347,7 @@ def test_what_stands_beside_an_imported_model_is_named(fullshard, tmp_path, kind
     assert sorted(done.json["left_out"]) == ["ema, beside the model", "step, beside the model"]
 
 
-def test_of_a_trainers_checkpoint_the_step_is_read_and_the_rest_is_named(fullshard, tmp_path):
+def test_an_import_of_a_trainers_checkpoint_reads_the_step_and_names_the_rest(fullshard, tmp_path):
     torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
     for name in ("optimizer.pt", "rng_state_0.pth"):
         (tmp_path / name).write_bytes(b"")
@@ -371,9 +371,7 @@ def test_of_a_trainers_checkpoint_the_step_is_read_and_the_rest_is_named(fullsha
         ({"num_hidden_layers": 1}, "as it is: it lacks model.layers.1"),
     ],
 )
-def test_an_import_says_that_its_configuration_is_of_another_model(
-    fullshard, tmp_path, change, said
-):
+def test_an_import_reports_a_configuration_of_another_model(fullshard, tmp_path, change, said):
     CASES["llama"].build().save_pretrained(tmp_path / "theirs")
     config = json.loads((tmp_path / "theirs" / "config.json").read_text())
     (tmp_path / "other").mkdir()

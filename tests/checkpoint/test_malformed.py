@@ -1,4 +1,4 @@
-"""Files from strangers: whatever is in them, a door reads them rightly or raises a typed error."""
+"""Malformed files: every importer reads them correctly or raises a typed error."""
 
 import copy
 import json
@@ -40,7 +40,7 @@ def model_and_optimizer():
 
 
 def deepspeed(folder, stage):
-    """One rank's files, as DeepSpeed lays them out."""
+    """Writes one rank's files in DeepSpeed's layout."""
     (folder / "global_step1").mkdir(parents=True)
     (folder / "latest").write_text("global_step1")
     facts = {"module": {"buffer": torch.ones(2)}, "param_shapes": [{"a": torch.Size([2, 3])}]}
@@ -59,7 +59,7 @@ def deepspeed(folder, stage):
 
 @pytest.fixture(scope="module")
 def seeds(tmp_path_factory):
-    """A small folder of each kind that a door reads."""
+    """Writes a small folder for every importer."""
     root = tmp_path_factory.mktemp("seeds")
     model, optimizer = model_and_optimizer()
     fs.save(root / "ours", model, optimizer, step=7, note={"a": (1, 2.5), "t": torch.ones(2)})
@@ -76,7 +76,7 @@ def seeds(tmp_path_factory):
     group = {"params": ["a"], "lr": 0.1, "decoupled_weight_decay": True}
     nested = {"model": whole, "optimizer": {"state": states, "param_groups": [group]}}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # "assuming ... a single process": yes
+        warnings.simplefilter("ignore", UserWarning)  # "assuming ... a single process"
         dcp.save(nested, checkpoint_id=root / "dcp", no_dist=True)
     for stage in (2, 3):
         deepspeed(root / f"deepspeed{stage}", stage)
@@ -87,7 +87,7 @@ KINDS = ("ours", "safetensors", "bin", "ranks", "dcp", "deepspeed2", "deepspeed3
 
 
 def taken(path):
-    """All that a door reads: tensors and the optimizer's states."""
+    """Returns all that an importer reads: tensors and the optimizer's states."""
     with open_source(path) as source:
         found = {name: entry.read() for name, entry in source.tensors.items()}
         if source.optimizer is not None:
@@ -105,7 +105,7 @@ def imported(path, target):
 
 
 def loaded(path, model, optimizer):
-    """Step, note, parameters and optimizer states after fs.load."""
+    """Returns step, note, parameters and optimizer states after fs.load."""
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
@@ -127,7 +127,7 @@ TENSORS = [torch.zeros(2, 2).to_sparse(), torch.empty(3, device="meta"), torch.z
 
 
 def places(value, at=()):
-    """Paths of everything in nested containers."""
+    """Yields the paths of all values in nested containers."""
     yield at
     items = value.items() if isinstance(value, dict) else ()
     if isinstance(value, list):
@@ -137,7 +137,7 @@ def places(value, at=()):
 
 
 def replaced(value, at, new):
-    """The same with one value replaced; a key is dropped where the new one is raw bytes."""
+    """Returns a copy with one value replaced, or with the key removed if `new` is raw bytes."""
     if not at:
         return new
     value = copy.copy(value)
@@ -149,7 +149,7 @@ def replaced(value, at, new):
 
 
 def seal(folder, name="COMPLETE.json"):
-    """Let COMPLETE.json say what a file holds now, as somebody who crafts one would."""
+    """Updates COMPLETE.json to match a changed file, as an attacker would."""
     path = folder / "COMPLETE.json"
     table = json.loads(path.read_text())
     if name != path.name:
@@ -161,19 +161,19 @@ def seal(folder, name="COMPLETE.json"):
 
 
 def change_json(path, data):
-    """One value of a JSON file becomes something else."""
+    """Replaces one value of a JSON file."""
     table = json.loads(path.read_text())
     at = data.draw(st.sampled_from(list(places(table))))
     new = data.draw(st.sampled_from([junk for junk in JUNK if at or junk != b"raw"]))
     changed = replaced(table, at, new) if new != b"raw" or at else {}
     path.write_text(json.dumps(changed, default=str))
     if (path.parent / "COMPLETE.json").exists() and isinstance(changed, dict):
-        with suppress(KeyError, TypeError, AttributeError):  # itself is what was changed
+        with suppress(KeyError, TypeError, AttributeError):  # COMPLETE.json itself was changed
             seal(path.parent, path.name)
 
 
 def change_pickle(path, data):
-    """One value of a file of torch.save becomes something else."""
+    """Replaces one value of a file of torch.save."""
     table = torch.load(path, weights_only=False)
     at = data.draw(st.sampled_from(list(places(table))))
     new = data.draw(st.sampled_from([*JUNK, *TENSORS] if at else JUNK[:-1]))
@@ -181,7 +181,7 @@ def change_pickle(path, data):
 
 
 def change_bytes(path, data):
-    """Bytes are flipped, cut off, left out or put in."""
+    """Flips, cuts off, removes or inserts bytes."""
     old = path.read_bytes()
     at = data.draw(st.integers(0, max(len(old) - 1, 0)))
     new = data.draw(st.sampled_from([b"", b"\0", b"\xff\xff", b"[" * 100_000, b"-", b"9" * 5000]))
@@ -200,7 +200,7 @@ def change(folder, data):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_malformed_files_of_every_kind_raise_typed_errors_alone(seeds, tmp_path, kind):
+def test_malformed_files_of_every_kind_raise_only_typed_errors(seeds, tmp_path, kind):
     number = iter(range(10**6))
     model, optimizer = model_and_optimizer()
 
@@ -224,7 +224,7 @@ def same(one, other):
 
 
 def test_any_flipped_bit_is_found_or_changes_nothing(seeds, tmp_path):
-    """Load, export, import and verify of a checkpoint with one flipped bit."""
+    """Covers load, export, import and verify."""
     folder = shutil.copytree(seeds / "ours", tmp_path / "ours")
     files = files_in(folder)
     wanted, (model, optimizer) = taken(folder), model_and_optimizer()
@@ -260,7 +260,7 @@ def test_a_flipped_weight_is_found_by_every_command_that_reads_it(
     folder = shutil.copytree(seeds / "ours", tmp_path / "ours")
     path = folder / "step-00000007" / "model-00000.safetensors"
     data = bytearray(path.read_bytes())
-    data[-2] ^= 0x40  # of a number's exponent
+    data[-2] ^= 0x40  # a bit of a number's exponent
     path.write_bytes(data)
     other = seeds / "ours" if command == "diff" else tmp_path / "out"
     words = ("--format", "dcp") if command == "export" else ()
@@ -300,7 +300,7 @@ def test_a_foreign_header_must_place_every_byte_once(fullshard, tmp_path, what):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_crafted_newest_checkpoint_does_not_stop_one_that_is_good(seeds, tmp_path):
+def test_a_crafted_newest_checkpoint_does_not_hide_a_good_one(seeds, tmp_path):
     model, optimizer = model_and_optimizer()
     for step, (name, text) in enumerate(
         [
@@ -347,7 +347,7 @@ def test_an_optimizers_group_without_a_setting_is_refused(seeds, tmp_path):
     state = json.loads((folder / "state.json").read_text())
     (group,) = state["optimizer"]["groups"]
     rate, names = group.pop("lr"), group["params"]
-    for settings in (group, {"params": names}):  # the second is as of optax, which has no groups
+    for settings in (group, {"params": names}):  # the second is like optax's, which has no groups
         state["optimizer"]["groups"] = [settings]
         (folder / "state.json").write_text(json.dumps(state))
         seal(folder, "state.json")
@@ -377,7 +377,7 @@ def test_pipes_devices_and_links_out_of_the_folder_are_refused(fullshard, seeds,
         done = fullshard("ckpt", "import", folder, tmp_path / "out")
         assert (done.exit_code, (tmp_path / "out").exists()) == (7, False)
     assert f"tokenizer.json: expected a file of this folder; it is a link to '{secret}'" in done.err
-    # A snapshot of a Hugging Face cache has nothing but links to the blobs beside it.
+    # A snapshot of a Hugging Face cache contains only links to blobs in a sibling folder.
     cache = tmp_path / "models--x"
     (cache / "blobs").mkdir(parents=True)
     shutil.copytree(seeds / "safetensors", cache / "snapshots" / "1")
@@ -399,7 +399,7 @@ def test_pipes_devices_and_links_out_of_the_folder_are_refused(fullshard, seeds,
     assert fullshard("ckpt", "ls", tmp_path / "piped").exit_code == 7
 
 
-def test_names_of_files_make_no_list_of_a_thousand_million_ranks(fullshard, seeds, tmp_path):
+def test_file_names_cannot_make_a_list_of_a_billion_ranks(fullshard, seeds, tmp_path):
     name = "model_world_size_999999999_rank_0.pt"
     shutil.copy(seeds / "ranks" / "model_world_size_1_rank_0.pt", tmp_path / name)
     done = fullshard("ckpt", "import", tmp_path, tmp_path / "out", code=7)
@@ -410,7 +410,7 @@ def test_a_dcp_pickle_cannot_change_classes(fullshard, seeds, tmp_path):
     from torch.distributed.checkpoint.metadata import Metadata
 
     folder = shutil.copytree(seeds / "dcp", tmp_path / "dcp")
-    # GLOBAL Metadata, (None, {"hacked": 1}), BUILD: what sets attributes of the class itself.
+    # GLOBAL Metadata, (None, {"hacked": 1}), BUILD: this sets attributes of the class.
     pickled = b"c" + f"{Metadata.__module__}\nMetadata\n".encode()
     pickled += b"(N(Vhacked\nI1\ndtb."
     (folder / ".metadata").write_bytes(pickled)
@@ -418,7 +418,7 @@ def test_a_dcp_pickle_cannot_change_classes(fullshard, seeds, tmp_path):
     assert not hasattr(Metadata, "hacked")
 
 
-def test_names_from_files_cannot_speak_to_the_terminal(fullshard, tmp_path):
+def test_names_from_files_cannot_send_escape_codes_to_the_terminal(fullshard, tmp_path):
     evil = "\x1b]0;owned\x07\x1b[2J\u202e"
     (tmp_path / "in").mkdir()
     save_file({evil: torch.ones(2, 2)}, tmp_path / "in" / "model.safetensors")
@@ -435,7 +435,7 @@ def test_names_from_files_cannot_speak_to_the_terminal(fullshard, tmp_path):
 
 
 @pytest.mark.parametrize("at", ["step-00000009", "elsewhere", ".step-00000007.old-0"])
-def test_a_link_to_a_checkpoint_is_no_checkpoint_of_its_own(fullshard, seeds, tmp_path, at):
+def test_a_link_to_a_checkpoint_is_not_counted_as_a_checkpoint(fullshard, seeds, tmp_path, at):
     real = shutil.copytree(seeds / "ours" / "step-00000007", tmp_path / "step-00000007")
     fs.save(tmp_path, *model_and_optimizer(), step=1)
     older = tmp_path / "step-00000001"
@@ -452,14 +452,14 @@ def test_a_link_to_a_checkpoint_is_no_checkpoint_of_its_own(fullshard, seeds, tm
     assert newest_complete(tmp_path).step == 7
 
 
-def test_of_a_link_the_name_alone_is_removed(seeds, tmp_path):
+def test_removing_a_link_keeps_its_target(seeds, tmp_path):
     (tmp_path / "step-00000007").symlink_to(seeds / "ours" / "step-00000007")
     remove(checkpoints_in(tmp_path))
     assert not list(tmp_path.iterdir())
     assert newest_complete(seeds / "ours").step == 7
 
 
-def test_an_older_checkpoint_is_never_taken_without_a_word(fullshard, seeds, tmp_path, caplog):
+def test_resuming_from_an_older_checkpoint_is_always_reported(fullshard, seeds, tmp_path, caplog):
     shutil.copytree(seeds / "ours", tmp_path / "run")
     newest = shutil.copytree(seeds / "ours" / "step-00000007", tmp_path / "run" / "step-00000009")
     (newest / "COMPLETE.json").unlink()

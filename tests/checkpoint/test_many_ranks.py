@@ -1,4 +1,4 @@
-"""Saves and resumes of many ranks: no cost grows with the square of their number."""
+"""Saves and resumes of many ranks: no cost grows with the square of the number of ranks."""
 
 import json
 from typing import Any
@@ -17,11 +17,11 @@ from fullshard.engine import engine
 from fullshard.engine.engine import engine_of
 from fullshard.saving import ranks_of
 
-NUM_RANKS = 70  # more than commit.READERS, which read notes at once
+NUM_RANKS = 70  # more than commit.READERS, the number of parallel readers
 
 
 def part_of(rank):
-    """Element `rank` of a tensor."""
+    """Returns element `rank` of a tensor."""
     file = f"model-{rank:05d}.safetensors"
     piece = StoredSlice(file, rank, rank + 1, f"{rank:032x}")
     tensors = {"model/weight": StoredTensor("F32", (NUM_RANKS,), (piece,))}
@@ -48,8 +48,8 @@ def test_parts_of_many_ranks_are_joined_in_their_order(tmp_path, monkeypatch):
     assert look_at(found.path).num_bytes > 8 * NUM_RANKS
 
 
-def test_a_tensor_is_asked_once_whether_it_is_opaque_however_many_slices_it_has(monkeypatch):
-    """The answer looks at every slice."""
+def test_is_opaque_is_called_once_per_tensor_for_any_number_of_slices(monkeypatch):
+    """`is_opaque` reads every slice, so one call per slice would be quadratic."""
     asked = []
     is_opaque: Any = StoredTensor.opaque.fget
     opaque = property(lambda tensor: asked.append(1) or is_opaque(tensor))

@@ -1,4 +1,4 @@
-"""Saving takes what the plan says beside the shards; loading takes no tensor, exporting one."""
+"""Saving needs the planned memory in addition to shards; loading less than one tensor."""
 
 import ctypes
 import os
@@ -31,18 +31,18 @@ MIB = 1 << 20
 WIDE, NARROW, LAYERS = 2048, 1024, 4
 TENSOR = 4 * WIDE * NARROW
 PR_SET_THP_DISABLE, M_MMAP_THRESHOLD = 41, -3  # <sys/prctl.h>, <malloc.h>
-SLACK = 6 * MIB  # buffers of reads and writes, and what Python makes meanwhile
+SLACK = 6 * MIB  # buffers of reads and writes, and Python objects
 
 
 def resident(kind):
-    """Bytes of this process: VmRSS now, VmHWM at most since `forget_peak`."""
+    """Returns bytes of this process: VmRSS now, or VmHWM, the peak since `forget_peak`."""
     status = Path("/proc/self/status").read_text()
     (found,) = re.findall(rf"{kind}:\s+(\d+) kB", status)
     return int(found) << 10
 
 
 def bytes_of(process):
-    """Anonymous memory of a process; shared memory that it maps; its part, of n processes 1/n."""
+    """Returns a process's anonymous memory, mapped shared memory, and its share of the latter."""
     status = Path(f"/proc/{process}/status").read_text()
     anonymous, mapped = re.search(
         r"RssAnon:\s+(\d+).*RssShmem:\s+(\d+)", status, re.DOTALL
@@ -53,10 +53,10 @@ def bytes_of(process):
 
 
 def own_and_joint_bytes(processes):
-    """Memory of this rank, which has its share of what it maps; of all ranks together.
+    """Returns this rank's memory, with its share of mapped pages, and that of all ranks.
 
-    Which rank touches a page of shared memory first, and when processes end that were forked from
-    the same one, changes neither.
+    Neither depends on which rank touches a shared page first, or on when other forks of the same
+    process end.
     """
     found = {process: bytes_of(process) for process in processes}
     anonymous, mapped, _ = found[os.getpid()]
@@ -65,20 +65,20 @@ def own_and_joint_bytes(processes):
 
 
 def forget_peak():
-    """What is free is given back first: it would be meanwhile, or would be taken unseen."""
+    """Resets the peak after freeing unused memory, which would distort the measurement."""
     return_free_memory()
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def taken_by(work, measure):
-    """What a measure, sampled on a thread while all ranks work, had at most beside the start."""
+    """Returns the peak increase of a measure, sampled on a thread while all ranks work."""
     peak = before = measure()
     dist.barrier()
     ended = Event()
 
     def sample():
         nonlocal peak
-        if hasattr(os, "SCHED_OTHER"):  # interrupts its rank, which threads of ranks do not
+        if hasattr(os, "SCHED_OTHER"):  # preempts its rank, unlike other threads of ranks
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         while not ended.wait(0.002):
             peak = tuple(map(max, peak, measure()))
@@ -94,7 +94,7 @@ def taken_by(work, measure):
 
 
 def trained():
-    """Layers of 8 MiB each, after one update."""
+    """Returns layers of 8 MiB each after one update, and the optimizer."""
     layers = [nn.Linear(WIDE, NARROW, bias=False) for _ in range(LAYERS)]
     model = fs.shard(nn.ModuleList(layers), wrap=["Linear"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -106,9 +106,9 @@ def trained():
 
 
 def save_and_measure(folder):
-    """What saving took at most beside what was there, and what the plan says."""
+    """Returns the peak memory increase of a save, and the planned one."""
     model, optimizer = trained()
-    fs.save(folder / "warm", model, optimizer)  # imports, and what is kept for the next save
+    fs.save(folder / "warm", model, optimizer)  # imports, and buffers that the next save reuses
     forget_peak()
     before = resident("VmRSS")
     fs.save(folder / "measured", model, optimizer, wait=False)
@@ -117,7 +117,7 @@ def save_and_measure(folder):
 
 
 def load_and_measure(folder):
-    """What loading took at most beside what was there."""
+    """Returns the peak memory increase of a load."""
     model, optimizer = trained()
     fs.load(folder / "warm", model, optimizer)
     forget_peak()
@@ -126,15 +126,15 @@ def load_and_measure(folder):
     return resident("VmHWM") - before
 
 
-def test_saving_takes_the_staging_copy_and_loading_no_tensor(ranks, tmp_path):
+def test_saving_needs_the_staging_copy_and_loading_less_than_a_tensor(ranks, tmp_path):
     for taken, planned in ranks(2)(save_and_measure, tmp_path):
         assert planned == 3 * LAYERS * TENSOR // 2
         assert taken <= planned + TENSOR + SLACK
-    assert max(ranks(3)(load_and_measure, tmp_path)) < TENSOR // 3  # a rank's part of one
+    assert max(ranks(3)(load_and_measure, tmp_path)) < TENSOR // 3  # a rank's part of one tensor
 
 
 def read_and_measure(folder):
-    """What a model of one matrix took, anonymous memory alone, while it was read from a folder."""
+    """Returns the peak anonymous memory of reading a model of one matrix from a folder."""
     trained()  # imports
     return_free_memory()
     with torch.device("meta"):
@@ -144,7 +144,7 @@ def read_and_measure(folder):
     return taken
 
 
-def test_reading_a_folder_takes_the_weights_alone(ranks, tmp_path):
+def test_reading_a_folder_needs_only_the_memory_of_the_weights(ranks, tmp_path):
     whole = torch.zeros(2 * NARROW, 2 * WIDE)
     save_file({"weight": whole}, tmp_path / "model.safetensors")
     (taken,) = ranks(1)(read_and_measure, tmp_path)
@@ -156,7 +156,7 @@ MATRIX, BLOCK = 4 * 512 * 1408, 4 * (4 * 512 * 512 + 3 * 512 * 1408)
 
 
 def sharded_llama():
-    """The sharded model, its configuration and tokenizer."""
+    """Returns the sharded model, its configuration and tokenizer."""
     quiet_libraries()
     tokenizer = train_tokenizer([seeded_text(200)], 300)
     config = config_from_settings({**SIZES, "vocab_size": 300})
@@ -164,14 +164,14 @@ def sharded_llama():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     torch.manual_seed(1)
-    fs.shard(model, transport="direct")  # shards are in this process alone
+    fs.shard(model, transport="direct")  # shards are private to this process
     return model, config, tokenizer
 
 
 def end_and_measure(folder):
-    """What exporting a sharded model took beside it, and generating from its folder."""
-    # Measurements differed by 3 MiB with huge pages, and by 5 MiB with matrices on the heap, from
-    # which free memory returns in part only.
+    """Returns the peak increases of exporting a sharded model and of generating with it."""
+    # Measurements differed by 3 MiB with huge pages, and by 5 MiB with matrices on the heap, which
+    # returns only a part of free memory.
     assert ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB) == 1
     model, config, tokenizer = sharded_llama()
@@ -205,7 +205,7 @@ def save_llama(folder):
 
 
 def export_and_measure(checkpoint, form):
-    """What exporting a checkpoint took, anonymous memory alone."""
+    """Returns the peak increase of anonymous memory of a checkpoint's export."""
 
     def export(folder):
         with open_source(checkpoint) as source:
@@ -216,7 +216,7 @@ def export_and_measure(checkpoint, form):
     return taken
 
 
-def test_an_export_holds_one_tensor_of_a_model_that_no_host_holds(ranks, tmp_path):
+def test_an_export_allocates_one_tensor_at_a_time(ranks, tmp_path):
     ranks(2)(save_llama, tmp_path / "saved")
     for form in Format:
         (taken,) = ranks(1)(export_and_measure, tmp_path / "saved", form)

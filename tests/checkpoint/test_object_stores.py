@@ -1,4 +1,4 @@
-"""Checkpoints in object stores: an in-memory one, and one that several processes share."""
+"""Checkpoints in object stores: in the memory of one process, and shared by several."""
 
 import re
 import sys
@@ -21,12 +21,12 @@ from fullshard.errors import CheckpointError
 from support.object_store import ON_REQUEST, at_request
 from support.scripts import error_of
 
-MANY = 400  # more requests than a save makes
+MANY = 400  # more requests than in any save
 
 
 @pytest.fixture
 def memory(request):
-    """The URL of an empty place in this process's memory."""
+    """Returns the URL of an empty folder in this process's memory."""
     name = f"memory://{request.node.name.replace('/', '-')}"
     yield name
     store = fsspec.filesystem("memory")
@@ -111,7 +111,7 @@ def test_save_load_retain_and_the_commands_work_in_memory(fullshard, memory, tmp
     assert names_of(memory) == ["step-00000003"]
 
 
-def test_damage_is_found_and_an_older_checkpoint_taken(fullshard, memory):
+def test_damage_is_found_and_an_older_checkpoint_is_loaded(fullshard, memory):
     model, optimizer = model_and_optimizer()
     for step in (1, 2):
         path = fs.save(memory, model, optimizer, step=step)
@@ -139,7 +139,7 @@ def test_a_copy_of_a_stores_checkpoint_is_read_from_a_folder(memory, tmp_path):
     assert not any(path.is_dir() for path in (tmp_path / "copy" / "step-00000004").iterdir())
 
 
-def test_a_stores_folder_of_something_else_is_not_replaced(memory):
+def test_a_store_folder_with_other_contents_is_not_replaced(memory):
     model, _ = model_and_optimizer()
     fsspec.filesystem("memory").pipe_file(f"{memory}/notes.txt", b"mine")
     with pytest.raises(CheckpointError, match=r"it contains notes\.txt"):
@@ -172,7 +172,7 @@ def resumes_from(url, wait):
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize("wait", [False, True])
-def test_a_run_resumes_from_a_store_with_its_bits(ranks, tmp_path, wait):
+def test_a_run_resumed_from_a_store_is_bit_identical(ranks, tmp_path, wait):
     ranks(2)(resumes_from, url_of(tmp_path / "run"), wait)
     assert names_of(url_of(tmp_path / "run")) == ["step-00000003"]
 
@@ -206,7 +206,7 @@ def save_in_memory(url):
         return error_of(lambda: fs.save(url, model, step=1))
 
 
-def test_the_memory_of_one_process_is_no_store_of_two(ranks):
+def test_a_memory_store_is_refused_with_two_processes(ranks):
     for said in ranks(2)(save_in_memory, "memory://apart"):
         assert "expected a folder that all ranks share; rank 1 does not see" in said
 
@@ -216,7 +216,7 @@ def refuse(_request, _name):
 
 
 def one_request_fails(url):
-    """Each request of each rank fails once, and is made again."""
+    """Fails each request of each rank once; the engine repeats it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage, "PAUSES_S", (0.0,))
         return _each_request_once(url)
@@ -238,7 +238,7 @@ def _each_request_once(url):
             assert said.startswith(("NO ERROR", "CheckpointError")), said
             if said.startswith("NO ERROR"):
                 good = wanted
-            else:  # an upload is not sent again
+            else:  # an upload is not repeated
                 assert ".safetensors" in said, said
                 failed += 1
             changed(model)
@@ -265,7 +265,7 @@ OBJECTS = ("model-", "optimizer-", "rank-00000.json", "rank-00001.json", "index.
 
 
 def store_refuses(url):
-    """The store takes no object of one kind; then all again."""
+    """The store rejects objects of one kind, then accepts them again."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage, "PAUSES_S", (0.0,))
         return _each_kind_refused(url)
@@ -308,7 +308,7 @@ def test_a_store_that_refuses_objects_is_one_error_on_all_ranks(ranks, tmp_path)
 
 
 def test_a_commit_that_only_seemed_to_fail_is_kept(tmp_path):
-    """The request was carried out, and its answer lost: its files must stay."""
+    """The request succeeded but its answer was lost, so its files must stay."""
     model, optimizer = model_and_optimizer()
     url = url_of(tmp_path / "latest")
     fs.save(url, model, optimizer)

@@ -1,4 +1,4 @@
-"""What else a model, an optimizer and a caller may hold; what must not be lost or mixed up."""
+"""Unusual states of models, optimizers and callers are neither lost nor mixed up."""
 
 import gc
 import os
@@ -18,7 +18,7 @@ from support.scripts import error_of
 
 
 class Odd(nn.Module):
-    """Buffers and parameters that lie in odd ways, and a module with a state of its own."""
+    """Non-contiguous buffers and parameters, and a module with its own state."""
 
     def __init__(self):
         super().__init__()
@@ -71,7 +71,7 @@ def test_buffers_ignored_parameters_and_extra_states_come_back(ranks, tmp_path):
 
 
 class Blocks(torch.optim.SGD):
-    """States that are neither sliced nor scalars: one number a block, and one a rank."""
+    """States that are neither sliced nor scalar: one value per block, and one per rank."""
 
     def step(self, closure=None):
         super().step(closure)
@@ -108,7 +108,7 @@ def opaque_on_three(folder):
     return error_of(lambda: fs.load(folder, model, Blocks(params, lr=0.1, momentum=0.9)))
 
 
-def test_states_that_nobody_can_cut_are_each_ranks_own(ranks, tmp_path):
+def test_states_that_cannot_be_sliced_are_saved_per_rank(ranks, tmp_path):
     folder = str(tmp_path / "c")
     for (said,) in ranks(2)(opaque, folder):
         assert "expected the same strategy, because optimizer/" in said
@@ -128,7 +128,7 @@ def values(folder):
     assert (found["random"], found["own"]) == ("mine", dist.get_rank())
 
 
-def test_names_that_look_alike_and_marks_of_our_own_are_kept_apart(ranks, tmp_path):
+def test_similar_names_and_reserved_words_are_not_confused(ranks, tmp_path):
     ranks(2)(values, str(tmp_path / "c"))
 
 
@@ -181,7 +181,7 @@ def over(folder):
     ]
 
 
-def test_nothing_is_lost_that_is_no_checkpoint(ranks, tmp_path):
+def test_files_that_are_no_checkpoint_are_never_replaced(ranks, tmp_path):
     (tmp_path / "file").write_text("mine")
     for first, second, third in ranks(2)(over, str(tmp_path)):
         assert "it contains other files, which would be lost" in first
@@ -199,7 +199,7 @@ def many(folder):
     return fs.load(folder, model)["step"]
 
 
-def test_pruning_counts_from_the_step_that_was_saved_and_leaves_what_is_not_ours(ranks, tmp_path):
+def test_pruning_counts_from_the_saved_step_and_keeps_other_files(ranks, tmp_path):
     assert ranks(2)(many, str(tmp_path)) == [40, 40]
     (tmp_path / "step-00000005").mkdir()
     (tmp_path / "step-00000005" / "precious.txt").write_text("mine")
@@ -230,7 +230,7 @@ def from_meta(folder):
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_a_model_on_meta_takes_its_weights_from_a_checkpoint(ranks, tmp_path):
+def test_a_model_on_meta_loads_its_weights_from_a_checkpoint(ranks, tmp_path):
     ranks(2)(from_meta, str(tmp_path / "c"))
 
 
@@ -246,8 +246,8 @@ def test_one_process_without_a_group_saves_and_loads(tmp_path, wait):
 
 
 def test_a_save_copies_nothing_while_the_one_before_it_is_written(tmp_path, monkeypatch):
-    model, write = fs.shard(nn.Linear(4, 4)), saving._write_files
-    monkeypatch.setattr(saving, "_write_files", lambda *of: (time.sleep(0.1), write(*of)))
+    model, write = fs.shard(nn.Linear(4, 4)), saving.write_tensors
+    monkeypatch.setattr(saving, "write_tensors", lambda *of: time.sleep(0.1) or write(*of))
     for step in (1, 2):
         with torch.no_grad():
             model.weight.fill_(step)
@@ -259,10 +259,10 @@ def test_a_save_copies_nothing_while_the_one_before_it_is_written(tmp_path, monk
     assert len(list(tmp_path.glob("step-*"))) == 2
 
 
-@on_ranks(1)  # which has few other objects
-def test_copies_that_are_saved_from_are_freed_with_their_model(tmp_path):
+@on_ranks(1)  # this pool has few other objects
+def test_staging_copies_are_freed_with_their_model(tmp_path):
     def copies():
-        """Tensors of the size of a weight."""
+        """Counts tensors with the size of the weight."""
         gc.collect()
         return sum(type(o) is torch.Tensor and o.numel() == 31 * 37 for o in gc.get_objects())
 
@@ -277,7 +277,7 @@ def test_copies_that_are_saved_from_are_freed_with_their_model(tmp_path):
 
 
 class Keeps(torch.optim.SGD):
-    """Keeps the gradients of its last step as they are, and two states in one memory at first."""
+    """States that alias the last gradients, and at first each other."""
 
     def step(self, closure=None):
         super().step(closure)
@@ -293,7 +293,7 @@ def local_of(state):
 
 
 def loads_beside_gradients(folder, settings):
-    """A step after a save, a load, and micro-batches that add to the gradients that are there."""
+    """Saves, steps, loads, and accumulates into existing gradients."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     fs.shard(model, ignore=["1"], **settings)

@@ -1,4 +1,4 @@
-"""Checkpoints beside tensor and expert parallelism: any mesh reads what any other wrote."""
+"""Checkpoints with tensor and expert parallelism: any mesh reads those of any other mesh."""
 
 import errno
 from functools import partial
@@ -21,15 +21,15 @@ from support.ranks import on_ranks
 from support.scripts import differences
 
 NUM_SAMPLES = 4
-NUM_STEPS = 2  # before the save, and after the load
+NUM_STEPS = 2  # updates before the save, and after the load
 
-# (replicate, shard, tensor) by the number of ranks; a tensor axis of 0: plain parameters.
+# (replicate, shard, tensor) by number of ranks; a tensor axis of 0 means plain parameters.
 LAYOUTS = {
     1: [(1, 1, 0)],
     2: [(1, 1, 2), (1, 2, 0)],
     4: [(1, 2, 2), (2, 1, 2), (1, 1, 4), (1, 4, 0)],
 }
-# (shard, expert): two ranks have three and two of the five experts, four ranks 2, 2, 1 and none.
+# (shard, expert): two ranks have 3 and 2 of the five experts; four ranks 2, 2, 1 and 0.
 GROUPS = {1: [(1, 0)], 2: [(1, 2), (2, 0)], 4: [(2, 2), (1, 4), (4, 0)]}
 
 
@@ -60,7 +60,7 @@ def sharded(axes, **settings):
 
 
 def train(model, optimizer, steps, axes=(1, 1, 0)):
-    """Mean loss over the global batch; the ranks of the tensor axis share one part of it."""
+    """Trains on the mean loss of the global batch; ranks of the tensor axis share a part of it."""
     *_, tensor = axes if len(axes) == 3 else (0,)
     num_parts = axes[0] * (axes[1] or 1)
     part = dist.get_rank() // max(tensor, 1) % num_parts if dist.is_initialized() else 0
@@ -73,13 +73,13 @@ def train(model, optimizer, steps, axes=(1, 1, 0)):
 
 
 def equal(one, two):
-    """Names of tensors that are not bit-equal."""
+    """Returns the names of tensors that are not bit-equal."""
     assert one.keys() == two.keys()
     return [name for name in one if not torch.equal(one[name], two[name])]
 
 
 def own_part(model, optimizer):
-    """Weights and states of this rank."""
+    """Returns weights and states of this rank."""
     found = {name: param.detach() for name, param in model.named_parameters()}
     for name, param in model.named_parameters():
         found |= {f"{name}.{key}": value for key, value in optimizer.state[param].items()}
@@ -108,14 +108,14 @@ def write_all(root, layouts, offload="none"):
 
 
 def read_some(root, layouts):
-    """Each mesh loads another's checkpoint: the bits that were saved, then one process's steps."""
+    """Each mesh loads another mesh's checkpoint and continues like one process."""
     every = [axes for some in layouts.values() for axes in some]
     alone = mixture_net() if len(every[0]) == 2 else net()
     optimizer = optimizer_of(alone)
     train(alone, optimizer, range(2 * NUM_STEPS))
     wanted = {name: value.detach() for name, value in alone.state_dict().items()}
     for axes in layouts[dist.get_world_size()]:
-        other = every[(every.index(axes) + 2) % len(every)]  # which has other axes, or other ranks
+        other = every[(every.index(axes) + 2) % len(every)]  # has other axes or ranks
         place = Path(root) / "-".join(map(str, other))
         model, optimizer = sharded(axes)
         with torch.no_grad():
@@ -145,8 +145,8 @@ def test_any_mesh_reads_any_others_checkpoint(ranks, tmp_path, layouts):
     [((1, 2, 2), (2, 1, 2)), ((2, 2), (1, 4)), ((1, 4, 0), (1, 2, 2)), ((4, 0), (2, 2))],
 )
 @on_ranks(4, timeout=200)
-def test_states_of_whole_matrices_go_to_any_mesh(tmp_path, written, read):
-    """One mesh saves after two steps, the other goes on; owners see whole tensors."""
+def test_any_mesh_loads_states_of_whole_matrices(tmp_path, written, read):
+    """One mesh saves after two steps, another continues; owners see full tensors."""
     build = mixture_net if len(written) == 2 else net
     alone = build()
     adafactor = partial(torch.optim.Adafactor, lr=1e-2)
@@ -169,7 +169,7 @@ def test_offloaded_states_are_saved_and_resumed(ranks, tmp_path):
 
 
 class Grid(nn.Module):
-    """Parameters on two further axes, a and b: cut along both, one or none of them."""
+    """Parameters on two further axes, a and b, sharded along both, one or none of them."""
 
     def __init__(self, number=1.0):
         super().__init__()
@@ -229,7 +229,7 @@ RESTORED = {  # by (saved under, loaded under): whether random states are restor
 
 
 def masks_after(root, written, read):
-    """Which of the ranks draw the same numbers after a load: the first of each rank's kind."""
+    """Returns for each rank the first rank that draws the same numbers after a load."""
     model, optimizer = sharded(written)
     torch.manual_seed(10 + dist.get_rank() // max(written[2], 1))
     fs.save(Path(root) / "saved", model, optimizer)

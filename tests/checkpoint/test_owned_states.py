@@ -1,4 +1,4 @@
-"""States of owners' optimizers: any number of ranks reads what any other wrote."""
+"""States of owners' optimizers: any number of ranks reads those of any other number."""
 
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,8 @@ from fullshard.run.optim import Average
 from support.models import perturbed
 from support.scripts import NUM_TOKENS, Tiny, differences, error_of
 
-NUM_SAMPLES = 12  # divides by any number of ranks
-STEPS = 2  # before the save, and after the load
+NUM_SAMPLES = 12  # divisible by any number of ranks
+STEPS = 2  # updates before the save, and after the load
 WORLDS: dict[int, list[dict[str, Any]]] = {
     1: [{}],
     2: [{}, {"strategy": "no_shard"}],
@@ -31,7 +31,7 @@ def whole():
 
 
 def optimizers_of(model, kind):
-    """What one process steps one after the other: (factory, parameters)."""
+    """Returns (factory, parameters) of the optimizers that one process steps."""
     if kind == "adafactor":
         return [(partial(optim.Adafactor, lr=1e-2), list(model.parameters()))]
     matrices = [p for n, p in model.named_parameters() if "blocks" in n and p.ndim == 2]
@@ -64,7 +64,7 @@ def train(model, steppers, steps, ranks=1):
 
 
 def write_all(root):
-    """Save, go on, and see that loading into a new one and going on gives the same bits."""
+    """Saves and continues; a new model that loads the save continues with the same bits."""
     ranks = dist.get_world_size()
     for number, config in enumerate(WORLDS[ranks]):
         for kind in KINDS:
@@ -80,7 +80,7 @@ def write_all(root):
 
 
 def read_all(root):
-    """Every number of ranks reads what every other wrote, of one kind or the other."""
+    """Every number of ranks reads what every other wrote, for one of the kinds."""
     ranks, count = dist.get_world_size(), 0
     for kind in KINDS:
         alone = whole()
@@ -101,7 +101,7 @@ def read_all(root):
 
 
 @pytest.mark.long
-def test_any_number_of_ranks_goes_on_with_what_any_other_saved(ranks, tmp_path):
+def test_any_number_of_ranks_resumes_from_any_other(ranks, tmp_path):
     for world_size in WORLDS:
         ranks(world_size)(write_all, str(tmp_path), timeout=100)
     for world_size in WORLDS:
@@ -109,7 +109,7 @@ def test_any_number_of_ranks_goes_on_with_what_any_other_saved(ranks, tmp_path):
 
 
 def averages(root, world):
-    """An average of the weights lies beside an owner's states, cut as the weights are."""
+    """Saves and loads an average of the weights, sharded like the weights."""
     model, optimizer = sharded("adafactor")
     average = Average(optimizer, 0.5)
     ranks = dist.get_world_size()
@@ -130,7 +130,7 @@ def averages(root, world):
     train(model, [optimizer], range(5, 6), ranks)
 
 
-def test_an_average_of_the_weights_is_cut_anew_beside_them(ranks, tmp_path):
+def test_an_average_of_the_weights_is_resharded_with_them(ranks, tmp_path):
     ranks(2)(averages, str(tmp_path / "c"), 2)
     ranks(3)(averages, str(tmp_path / "c"), 2)
     one, other = (torch.load(tmp_path / f"{n}-0.pt", weights_only=True) for n in (2, 3))

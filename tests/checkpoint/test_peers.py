@@ -1,4 +1,4 @@
-"""What DeepSpeed and Accelerate really write is imported: the numbers that they read themselves."""
+"""Real checkpoints of DeepSpeed and Accelerate are imported with the values that they load."""
 
 import importlib.util
 import os
@@ -17,7 +17,7 @@ SCRIPT = Path(peer_writers.__file__)
 
 
 def written(what, folder, tool):
-    """Two ranks of the tool, each a process."""
+    """Runs the tool on two ranks, each in a process."""
     if importlib.util.find_spec(tool) is None:
         pytest.skip(f"{tool} is not installed")
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
@@ -37,7 +37,7 @@ def written(what, folder, tool):
 
 
 def check(fullshard, theirs, folder):
-    """Import, load, compare with what the tool put together itself."""
+    """Imports, loads, and compares with the state dict that the tool assembled."""
     done = fullshard("ckpt", "import", theirs, folder / "ours", "--json", code=0)
     model = fs.shard(peer_writers.net())
     with torch.no_grad():
@@ -46,7 +46,7 @@ def check(fullshard, theirs, folder):
     fs.load(folder / "ours", model)
     found = fs.full_state_dict(model)
     wanted = torch.load(folder / "reference.pt")
-    # DeepSpeed's own tool loses frozen parameters of stage 1 in float32; they lie in the module.
+    # DeepSpeed's tool drops frozen float32 parameters of stage 1; the module contains them.
     wanted.setdefault("frozen.weight", peer_writers.net().frozen.weight.detach())
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():

@@ -1,4 +1,4 @@
-"""Every number of ranks and every strategy reads what every other wrote, and trains on equally."""
+"""Any number of ranks and strategy reads checkpoints of any other, and trains equally."""
 
 import gc
 import math
@@ -17,8 +17,8 @@ from support.grid import chequered
 from support.models import perturbed
 from support.scripts import NUM_TOKENS, Tiny, differences
 
-NUM_SAMPLES = 12  # divides by any number of ranks
-NUM_STEPS = 2  # before the save, and after the load
+NUM_SAMPLES = 12  # divisible by any number of ranks
+NUM_STEPS = 2  # updates before the save, and after the load
 STRATEGIES = {
     1: ["full_shard"],
     2: ["full_shard", "shard_grad_op", "no_shard"],
@@ -28,13 +28,13 @@ STRATEGIES = {
 
 
 def batch(step):
-    """(12, 5): what all ranks together see in a step."""
+    """Returns the (12, 5) batch of all ranks in a step."""
     generator = torch.Generator().manual_seed(step)
     return torch.randint(0, NUM_TOKENS, (NUM_SAMPLES, 5), generator=generator)
 
 
 def train(model, optimizer, steps, ranks=1):
-    """Mean loss over the global batch, cut over the ranks."""
+    """Trains on the mean loss of the global batch, divided over the ranks."""
     rank = dist.get_rank() if ranks > 1 else 0
     for step in steps:
         tokens = batch(step).chunk(ranks)[rank]
@@ -70,9 +70,9 @@ def write_all(root):
 
 
 def read_all(root, every):
-    """Load checkpoints, train on, compare with one process.
+    """Loads checkpoints, continues training, and compares with one process.
 
-    Each under each strategy, or every fourth one under one strategy.
+    Loads each under each strategy, or every fourth under one strategy.
     """
     model, optimizer = whole()
     train(model, optimizer, range(2 * NUM_STEPS))
@@ -119,7 +119,7 @@ class Noisy(nn.Module):
 
 
 def resumes(folder, param_dtype, wait):
-    """The bits of the uninterrupted run, dropout and schedule included."""
+    """A resumed run has the bits of the uninterrupted run, with dropout and a schedule."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
 
     def parts():
@@ -134,7 +134,7 @@ def resumes(folder, param_dtype, wait):
             schedule.step()
 
     model, optimizer, schedule = parts()
-    torch.manual_seed(rank)  # dropout differs between ranks
+    torch.manual_seed(rank)  # each rank has its own dropout masks
     steps(model, optimizer, schedule, range(3))
     fs.save(
         folder, model, optimizer, step=3, wait=wait, schedule=schedule, seed=5, pair=(1, math.inf)
@@ -159,7 +159,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(ranks, tmp_path, par
 
 
 def staged(strategy):
-    """Bytes that a background save copies on this rank, and what the plan says at most."""
+    """Returns the bytes that a background save copies on this rank, and the planned bound."""
     model = nn.Sequential(*(nn.Linear(96, 96) for _ in range(4)))  # little padding
     mesh = {"replicate": 2, "shard": 2} if "hybrid" in strategy else {}
     torch.manual_seed(0)
@@ -180,7 +180,7 @@ def staged(strategy):
 
 
 def tensors():
-    """Bytes of this process's tensors by their place in memory."""
+    """Returns bytes of this process's tensors by memory address."""
     gc.collect()
     found = [
         one for one in gc.get_objects() if type(one) is torch.Tensor and one.device.type == "cpu"
@@ -195,7 +195,7 @@ def everyone_says(value):
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "hybrid_shard"])
-def test_what_a_background_save_copies_is_in_the_plan(ranks, strategy):
+def test_the_plan_has_the_copies_of_a_background_save(ranks, strategy):
     found = ranks(4 if "hybrid" in strategy else 2)(staged, strategy)
     largest, planned = max(copied for copied, _ in found), found[0][1]
     assert 0.8 * planned <= largest <= planned + 1000, found  # padding; counters and buffers
@@ -203,7 +203,7 @@ def test_what_a_background_save_copies_is_in_the_plan(ranks, strategy):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_states_follow_a_parameter_into_another_master_dtype(tmp_path, dtype):
-    """As torch's load_state_dict does; fused kernels take no other."""
+    """Like torch's load_state_dict; fused kernels require equal dtypes."""
 
     def made(master=None):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A save that fails, at whatever call: one error on all ranks, the last good one untouched."""
+"""A save that fails at any call raises one error on all ranks and keeps the last checkpoint."""
 
 import errno
 import json
@@ -36,12 +36,12 @@ from support.processes import close_folders, python
 from support.scripts import Tiny, error_of
 
 CALLS = ("open", "posix_fallocate", "write", "fsync", "mkdir", "rename", "replace")
-MANY = 200  # more calls than a save makes
+MANY = 200  # more calls than in any save
 
 
 @contextmanager
 def at_call(number, do):
-    """Let the `number`-th call of the writer to the system meet something; lists the calls."""
+    """Runs `meet` at the `number`-th system call of the writer; lists the calls."""
     made: list[str] = []
     kept = {name: getattr(os, name) for name in CALLS}
 
@@ -50,7 +50,7 @@ def at_call(number, do):
             made.append(name)
             if len(made) == number:
                 do(name)
-            # No power fails here: what was written is read back, also when a process was killed.
+            # Power does not fail here, so data written by a killed process is readable.
             return None if name == "fsync" else kept[name](*args, **kwargs)
 
         return call
@@ -83,7 +83,7 @@ def left_in(folder):
 
 
 def fails_at_every_call(root, wait):
-    """Each call of each rank meets a full disk once; without `wait` every third one."""
+    """Each call of each rank fails once with a full disk; without `wait` every third."""
     rank, folder = dist.get_rank(), Path(root) / "steps"
     model, optimizer = model_and_optimizer()
     fs.save(folder, model, optimizer, step=1)
@@ -120,7 +120,7 @@ def fails_at_every_call(root, wait):
             assert all(map(torch.equal, weights(model), good))
             dist.barrier()
     fs.save(folder, model, optimizer, step=2)
-    dist.barrier()  # the first rank tidies up last
+    dist.barrier()  # the first rank cleans up last
     assert left_in(folder) == ["step-00000001", "step-00000002"]
     return failures
 
@@ -133,7 +133,7 @@ def test_a_full_disk_at_any_call_is_one_error_on_all_ranks(ranks, tmp_path, wait
 
 
 def meet_everywhere(act, root, seed=None):
-    """Do something in one folder after another, each time with a full disk at the next call."""
+    """Runs `act` in one folder after another; each time the next call finds a full disk."""
     found: list[tuple[Path, str]] = []
     for number in range(1, MANY):
         folder, said = root / str(number), ""
@@ -153,7 +153,7 @@ def meet_everywhere(act, root, seed=None):
     raise AssertionError("more calls than were expected")
 
 
-def test_a_full_disk_while_older_steps_are_removed_ends_no_save_that_is_complete(tmp_path):
+def test_a_full_disk_during_removal_of_older_steps_fails_no_complete_save(tmp_path):
     model, optimizer = model_and_optimizer()
     for step in (1, 2):
         fs.save(tmp_path / "seed", model, optimizer, step=step)
@@ -167,12 +167,12 @@ def test_a_full_disk_while_older_steps_are_removed_ends_no_save_that_is_complete
         if (folder / "step-00000002").exists():
             assert fs.load(folder, model, optimizer)["step"] in ((2, 3) if said else (3,))
             kept += not said
-    assert kept > 0  # of a complete save, after which something could not be removed
+    assert kept > 0  # the save is complete, but an older step could not be removed
     assert left_in(found[-1][0]) == ["step-00000003"]
 
 
 @pytest.mark.parametrize("door", ["import", "dcp"])
-def test_a_full_disk_in_a_door_is_typed_and_leaves_nothing(tmp_path, door):
+def test_a_full_disk_during_import_or_export_is_typed_and_leaves_no_file(tmp_path, door):
     model, optimizer = model_and_optimizer()
     fs.save(tmp_path / "ours", model, optimizer, step=1)
 
@@ -187,14 +187,14 @@ def test_a_full_disk_in_a_door_is_typed_and_leaves_nothing(tmp_path, door):
     assert len(found) > 8
     for folder, said in found:
         assert said or folder.exists()
-        if folder.exists():  # the disk was full after the last rename, or not at all
+        if folder.exists():  # the disk was full after the last rename, or never
             with open_source(folder if door == "import" else tmp_path / "ours") as source:
                 assert all(entry.read().numel() for entry in source.tensors.values())
     assert sum(folder.exists() for folder, _ in found) < len(found) / 2
     assert all(name.isdecimal() for name in left_in(tmp_path / "out"))
 
 
-def test_a_file_that_torchs_writer_could_not_finish_is_told_as_the_system_did(tmp_path):
+def test_torchs_writer_errors_are_reported_with_the_systems_reason(tmp_path):
     fs.save(tmp_path / "ours", fs.shard(nn.Linear(128, 128)), step=1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
@@ -207,7 +207,7 @@ def test_a_file_that_torchs_writer_could_not_finish_is_told_as_the_system_did(tm
 
 
 def interrupted(root, whose, call):
-    """A rank is interrupted from the keyboard at its first call of a function of the system."""
+    """Sends a rank a keyboard interrupt at its first call of a system function."""
     model, optimizer = model_and_optimizer()
     began = time.monotonic()
 
@@ -299,11 +299,11 @@ print(number, sorted(ends))
     ],
 )
 def test_a_process_killed_at_any_call_leaves_a_checkpoint_that_loads(tmp_path, at, step):
-    """One that saves a step again, and one that saves a new step; to a disk and to a store."""
+    """Saves an existing step again and a new step, on a disk and in a store."""
     root = f"{'objects:/' if at == 'at_request' else ''}{tmp_path}/"
     number, ends = python("-c", KILLED.format(root=root, at=at, step=step)).stdout.split(maxsplit=1)
     assert int(number) > {"at_call": 20, "at_request": 10}[at]
-    assert ends.strip() == "[False, True]"  # some deaths were before the end, some after
+    assert ends.strip() == "[False, True]"  # some processes died before the end, some after it
 
 
 def full(folder):
@@ -321,7 +321,7 @@ def full(folder):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to mount a small file system")
-def test_a_disk_that_is_really_full_is_said_and_the_last_checkpoint_stays(ranks, tmp_path):
+def test_a_really_full_disk_is_reported_and_the_last_checkpoint_stays(ranks, tmp_path):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", tmp_path], check=True)
     try:
         for said, left in ranks(2)(full, str(tmp_path)):
@@ -329,12 +329,12 @@ def test_a_disk_that_is_really_full_is_said_and_the_last_checkpoint_stays(ranks,
             assert "No space left on device" in said
             assert left == ["ballast", "step-00000001"]
     finally:
-        ranks(2)(close_folders, tmp_path)  # the first rank's keeps it mounted
+        ranks(2)(close_folders, tmp_path)  # the first rank's process keeps it mounted
         subprocess.run(["umount", "--lazy", tmp_path], check=True)
 
 
 def test_a_copy_without_its_last_file_is_saved_over(tmp_path):
-    """A run that resumes before it would otherwise train up to it and fail there, each time."""
+    """Otherwise a resumed run would fail each time when it reaches that step."""
     model, optimizer = model_and_optimizer()
     path = Path(fs.save(tmp_path, model, optimizer, step=1))
     (path / "COMPLETE.json").unlink()
@@ -348,7 +348,7 @@ def read_only(folder):
     return error_of(lambda: fs.save(folder, model))
 
 
-def test_a_folder_that_cannot_be_written_is_said_on_all_ranks(ranks, tmp_path):
+def test_an_unwritable_folder_is_an_error_on_all_ranks(ranks, tmp_path):
     place = tmp_path / "file"
     place.write_text("")
     for said in ranks(2)(read_only, str(place / "below")):
@@ -378,7 +378,7 @@ print(error_of(lambda: fs.save(root + "/local/checkpoint", model)))
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to mount")
-def test_a_folder_that_not_all_ranks_share_is_said_on_all_ranks(tmp_path):
+def test_a_folder_that_not_all_ranks_share_is_an_error_on_all_ranks(tmp_path):
     (tmp_path / "local").mkdir()
     script = NODE_LOCAL.format(tests=str(Path(__file__).parents[1]), root=str(tmp_path))
     command = [sys.executable, "-c", script]
@@ -444,7 +444,7 @@ def test_arguments_in_another_order_are_named(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_background_save_that_lacks_memory_says_so():
+def test_a_background_save_reports_lack_of_memory():
     saves = Saves()
 
     def work():
@@ -467,13 +467,13 @@ def test_a_rank_that_was_stopped_for_long_still_reads_the_verdict(tmp_path, monk
     with pytest.raises(CheckpointError, match=why) if why else nullcontext():
         commit.conclude(place, 2, commit.Documents(3, {"state.json": json.dumps(state)}, {}))
     with pytest.raises(CheckpointError, match=why) if why else nullcontext():
-        commit.await_verdict(place, 1)  # the first rank has gone on
+        commit.await_verdict(place, 1)  # the first rank has continued
     left = [path.name for path in tmp_path.iterdir()]
     assert left == ([] if why else ["step-00000003"])
 
 
-def test_a_reader_whose_checkpoint_is_removed_by_the_run_says_so(tmp_path):
-    """Retention of a live run removes what an export or an import is reading."""
+def test_a_reader_reports_that_the_run_removed_its_checkpoint(tmp_path):
+    """A live run's retention removes a checkpoint during its export or import."""
     model, optimizer = model_and_optimizer()
     fs.save(tmp_path, model, optimizer, step=1)
 
@@ -490,8 +490,8 @@ def test_a_reader_whose_checkpoint_is_removed_by_the_run_says_so(tmp_path):
         find_damage(found, lambda _: remove(checkpoints_in(tmp_path)))
 
 
-def test_a_reader_whose_checkpoint_is_replaced_says_so(tmp_path, monkeypatch):
-    """Weights of one save and states of the next, each of them whole, would be read as one."""
+def test_a_reader_reports_that_its_checkpoint_was_replaced(tmp_path, monkeypatch):
+    """It would otherwise read weights of one save and states of the next."""
     model, optimizer = model_and_optimizer()
     fs.save(tmp_path / "last", model, optimizer)
     before, replaced = Checkpoint.read, list[str]()
@@ -517,10 +517,8 @@ def test_a_reader_whose_checkpoint_is_replaced_says_so(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("ask", [newest_complete, lambda folder: superfluous(folder, 1)])
-def test_a_run_that_saves_while_its_folder_is_looked_at_has_a_checkpoint(
-    tmp_path, monkeypatch, ask
-):
-    """Its only complete one gets its name, and the one before goes, between two looks."""
+def test_a_checkpoint_is_found_while_the_run_saves(tmp_path, monkeypatch, ask):
+    """A new checkpoint is renamed and the old one removed between two looks."""
     model, optimizer = model_and_optimizer()
     for step in (1, 2):
         fs.save(tmp_path, model, optimizer, step=step)
@@ -542,13 +540,13 @@ def test_a_run_that_saves_while_its_folder_is_looked_at_has_a_checkpoint(
 @pytest.mark.parametrize(
     "ask", [lambda p: superfluous(p, 1) == [], lambda p: choose(commit.ALONE, p).step == 2]
 )
-def test_a_checkpoint_that_goes_while_it_is_checked_is_not_damaged(tmp_path, monkeypatch, ask):
+def test_a_checkpoint_removed_during_its_check_is_not_called_damaged(tmp_path, monkeypatch, ask):
     model, optimizer = model_and_optimizer()
     fs.save(tmp_path, model, optimizer, step=1)
     check, checked = read.why_not, []
 
     def save_and_check(entry, *ranks):
-        if not checked:  # a live run, of which one checkpoint is kept
+        if not checked:  # a live run that keeps one checkpoint
             fs.save(tmp_path, model, optimizer, step=2)
             remove([entry])
         checked.append(entry.step)
@@ -559,7 +557,7 @@ def test_a_checkpoint_that_goes_while_it_is_checked_is_not_damaged(tmp_path, mon
     assert checked == [1, 2]
 
 
-def test_folders_of_a_user_named_like_those_of_a_store_are_not_touched(tmp_path):
+def test_user_folders_with_names_like_a_stores_are_not_touched(tmp_path):
     for name in ("files-2024", "notes-2024"):
         (tmp_path / "mine" / name).mkdir(parents=True)
         (tmp_path / "mine" / name / "thesis.txt").write_text("x")

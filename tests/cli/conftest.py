@@ -1,4 +1,4 @@
-"""Running the command line: as a process of its own, and `fullshard plan` in this one."""
+"""Runs the command line as a separate process, and `fullshard plan` in this one."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def fullshard():
 
 @pytest.fixture
 def plan(monkeypatch, tmp_path):
-    """`plan(*words)`: what --json prints of a plan, and the exit code. No calibration is found."""
+    """`plan(*words)` returns the JSON of a plan and the exit code; no calibration is found."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(ROOT)
 

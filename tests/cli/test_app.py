@@ -1,4 +1,4 @@
-"""The frame of the command line: help, version, errors, --json, exit codes."""
+"""Common behaviour of the command line: help, version, errors, --json, exit codes."""
 
 import errno
 import itertools
@@ -20,7 +20,7 @@ from support.processes import free_port, python
 
 ROOT = Path(__file__).parents[2]
 
-# Everything slow, and everything that an engine needs.
+# All slow imports, and all that an engine needs.
 HEAVY = ("torch", "jax", "numpy", "transformers", "datasets", "matplotlib", "safetensors")
 
 
@@ -40,7 +40,7 @@ def process(*words, stdout=subprocess.PIPE, **variables):
 
 
 def closed_pipe():
-    """The writing end of a pipe that nobody reads."""
+    """The writing end of a pipe without a reader."""
     reading, writing = os.pipe()
     os.close(reading)
     return os.fdopen(writing, "w")
@@ -69,14 +69,14 @@ def test_a_checkpoint_that_is_missing_is_found_before_torch_is_imported():
     python("-c", code)
 
 
-def test_help_lists_every_command_and_none_of_those_to_come(fullshard):
+def test_help_lists_every_command_and_no_planned_one(fullshard):
     done = fullshard("--help", code=0)
     lines = done.stdout.splitlines()
     listed = [words[1] for line in lines if len(words := line.split()) > 2 and words[0] == "\u2502"]
     assert [word for word in listed if word in COMMANDS] == list(COMMANDS)
 
 
-def test_help_wraps_whole_paragraphs_and_ends_with_an_example_and_where_keys_are(
+def test_help_wraps_paragraphs_and_ends_with_an_example_and_the_place_of_keys(
     fullshard, monkeypatch
 ):
     monkeypatch.setenv("COLUMNS", "80")
@@ -91,14 +91,14 @@ def test_help_wraps_whole_paragraphs_and_ends_with_an_example_and_where_keys_are
 
 
 @pytest.mark.parametrize("width", ["0", "99999999"])
-def test_an_unusable_width_of_the_terminal_leaves_the_help_whole(width):
+def test_an_unusable_terminal_width_does_not_truncate_the_help(width):
     done = process(*COMMAND, "--help", COLUMNS=width, TERMINAL_WIDTH="wide")
     assert (done.returncode, done.stderr) == (0, "")
     assert "Forecast the memory" in done.stdout
     assert len(done.stdout) < 20_000
 
 
-def test_the_version_is_told(fullshard):
+def test_the_version_option_prints_the_version(fullshard):
     done = fullshard("--version", code=0)
     assert done.stdout.startswith("fullshard ")
 
@@ -117,7 +117,7 @@ def test_a_shell_completes_commands_and_options(typed, offered):
     assert (done.stdout.split(), done.stderr) == (offered, "")
 
 
-def test_a_file_that_is_no_checkpoint_is_refused_as_it_was_typed(fullshard, tmp_path):
+def test_a_file_that_is_no_checkpoint_is_named_as_typed(fullshard, tmp_path):
     text, out = str(tmp_path / "t.txt"), str(tmp_path / "out")
     Path(text).write_text("hello")
     for words in (["ckpt", "diff", text, text], ["ckpt", "import", text, out]):
@@ -127,7 +127,7 @@ def test_a_file_that_is_no_checkpoint_is_refused_as_it_was_typed(fullshard, tmp_
     assert "CheckpointError: --resume: expected a checkpoint or a folder" in done.stderr
 
 
-def test_a_home_folder_behind_an_equals_sign_is_found(fullshard, tmp_path, monkeypatch):
+def test_a_home_folder_after_an_equals_sign_is_expanded(fullshard, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     done = fullshard("plan", "--gpus", "2xH100-80GB", "--out=~/none/page.html", code=2)
     assert f"got '{tmp_path}/none/page.html' (No such file or directory)" in done.stderr
@@ -169,18 +169,18 @@ def test_a_signal_ends_any_command_with_its_code_and_a_message(
     assert said.lower() in capsys.readouterr().err.lower()
 
 
-def test_no_command_at_all_shows_the_help(fullshard):
+def test_running_without_a_command_shows_the_help(fullshard):
     done = fullshard(code=2)
     assert "Usage: fullshard" in done.stdout
 
 
 @pytest.mark.parametrize("words", ["--help", "--version"])
-def test_a_reader_that_has_seen_enough_gets_no_complaint(words):
+def test_a_reader_that_closes_the_pipe_causes_no_error(words):
     with closed_pipe() as nobody:
         assert process(*COMMAND, words, stdout=nobody).stderr == ""
 
 
-def test_closed_streams_are_dev_null_and_no_file_takes_their_numbers():
+def test_closed_streams_become_dev_null_and_keep_their_numbers():
     program = (
         "import os, sys; from fullshard.cli.app import open_streams; open_streams();"
         "print('x'); print('y', file=sys.stderr);"
@@ -215,7 +215,7 @@ def test_with_json_a_failing_rank_0_of_a_launcher_prints_one_object(tmp_path):
     assert error["message"].startswith("command line: data.path: expected at least")
 
 
-def test_json_that_nobody_reads_or_nothing_takes_is_no_traceback():
+def test_json_that_cannot_be_written_causes_no_traceback():
     command = (*COMMAND, "config", "schema", "--json")
     with closed_pipe() as nobody:
         done = process(*command, stdout=nobody)
@@ -233,9 +233,9 @@ def test_json_that_nobody_reads_or_nothing_takes_is_no_traceback():
 
 
 @pytest.mark.parametrize("how", ["a command", "a relay of rank 0", "/dev/full"])
-def test_output_that_another_program_made_non_blocking_arrives_whole(tmp_path, how):
+def test_output_to_a_non_blocking_pipe_is_complete(tmp_path, how):
     program = "from fullshard.cli.app import open_streams; open_streams(); print('x' * 10**6)"
-    log = how if how == "/dev/full" else tmp_path / "log"  # of a relay
+    log = how if how == "/dev/full" else tmp_path / "log"  # as with a relay
     if how != "a command":
         program = (
             "import os, sys; from pathlib import Path; from fullshard.launch.spawn import Relay\n"
@@ -247,7 +247,7 @@ def test_output_that_another_program_made_non_blocking_arrives_whole(tmp_path, h
     words = [sys.executable, "-c", program]
     with subprocess.Popen(words, stdout=writing, stderr=subprocess.PIPE) as started:
         while started.poll() is None and select.select([], [writing], [], 0.01)[1]:
-            pass  # until the pipe is full
+            pass  # fills the pipe
         os.close(writing)
         with os.fdopen(reading, "rb") as pipe:
             assert pipe.read().count(b"x") == 10**6
@@ -315,7 +315,7 @@ def process_that(body, *words):
     return process(sys.executable, "-c", ENDS.format(body=body), *words)
 
 
-def test_with_json_nothing_but_the_object_reaches_stdout():
+def test_with_json_only_the_object_reaches_stdout():
     body = "done = outcome.Outcome({'answer': 42})"
     done = process_that(body, "--json")
     assert json.loads(done.stdout) == {"answer": 42}
@@ -334,7 +334,7 @@ def test_with_json_nothing_but_the_object_reaches_stdout():
         ("KeyboardInterrupt()", 130, "Interrupted."),
     ],
 )
-def test_errors_that_speak_to_the_user_have_no_traceback(error, code, last_line):
+def test_user_errors_have_no_traceback(error, code, last_line):
     done = process_that(f"raise {error}")
     assert done.returncode == code
     assert done.stderr == last_line + "\n"
@@ -343,7 +343,7 @@ def test_errors_that_speak_to_the_user_have_no_traceback(error, code, last_line)
 @pytest.mark.parametrize(
     ("error", "code"), [("ZeroDivisionError('no')", 1), ("MemoryError('no')", 4)]
 )
-def test_unexpected_errors_have_their_traceback(error, code):
+def test_unexpected_errors_show_their_traceback(error, code):
     done = process_that(f"raise {error}", "--json")
     assert done.returncode == code
     assert "Traceback (most recent call last):" in done.stderr
@@ -353,7 +353,7 @@ def test_unexpected_errors_have_their_traceback(error, code):
 
 
 @pytest.mark.parametrize("words", [["--resume", "nowhere"], ["--", "--resume", "nowhere"]])
-def test_a_launchers_flags_may_stand_behind_two_dashes(words, capfd):
+def test_flags_of_a_launcher_may_follow_two_dashes(words, capfd):
     assert run(["train", "max_steps=1", *words]) == 7
     assert "got 'nowhere', which does not exist" in capfd.readouterr().err
 
@@ -376,7 +376,7 @@ def test_a_launchers_flags_may_stand_behind_two_dashes(words, capfd):
         (("train", "freeze=[model.layres.*]"), 2, "model.layers.*"),
     ],
 )
-def test_what_is_nearly_a_name_is_answered_with_it(
+def test_a_mistyped_name_is_answered_with_the_nearest_one(
     tmp_path, monkeypatch, capfd, words, code, meant
 ):
     monkeypatch.chdir(tmp_path)
@@ -398,7 +398,7 @@ def test_what_is_nearly_a_name_is_answered_with_it(
     ],
 )
 @pytest.mark.timeout(60)
-def test_a_pipe_is_refused_rather_than_waited_for(tmp_path, monkeypatch, capfd, words):
+def test_a_pipe_is_refused_instead_of_awaited(tmp_path, monkeypatch, capfd, words):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("PIPE")
     assert run(words) in (2, 6, 7)
@@ -428,7 +428,7 @@ NOT_UTF_8 = UnicodeEncodeError("utf-8", os.fsdecode(b"runs/a\xff"), 6, 7, "surro
         ),
     ],
 )
-def test_a_place_that_cannot_be_used_is_an_error_without_a_traceback(error, said, capsys):
+def test_an_unusable_folder_is_an_error_without_a_traceback(error, said, capsys):
     assert outcome_of(error).exit_code == 2
     found = capsys.readouterr().err
     assert found.startswith(f"ConfigError: {said}")
@@ -436,7 +436,7 @@ def test_a_place_that_cannot_be_used_is_an_error_without_a_traceback(error, said
     assert "Traceback" not in found
 
 
-def test_a_missing_file_that_no_check_names_keeps_its_traceback(capsys):
+def test_a_missing_file_without_a_check_keeps_its_traceback(capsys):
     error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "no/such/file")
     assert outcome_of(error).exit_code not in (0, 2)
     assert "Traceback" in capsys.readouterr().err
@@ -494,19 +494,19 @@ end_now(int(sys.argv[1]))
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 120), (75, 75)])
-def test_output_that_is_lost_at_the_end_is_no_success(code, expected):
+def test_output_lost_at_the_end_fails_the_command(code, expected):
     with Path("/dev/full").open("wb") as full:
         command = [sys.executable, "-c", LOSES, str(code)]
         assert subprocess.run(command, check=False, stdout=full).returncode == expected
 
 
-def test_a_misspelt_variable_is_said_once():
+def test_a_misspelt_variable_is_reported_once():
     done = process(*COMMAND, "--version", FULLSHARD_TIMOUT="5")
     said = "FULLSHARD_TIMOUT has no effect. Did you mean 'FULLSHARD_TIMEOUT'?\n"
     assert (done.returncode, done.stderr) == (0, said)
 
 
-def test_variables_that_nothing_reads_are_said_by_the_first_rank(monkeypatch):
+def test_unused_variables_are_reported_by_the_first_rank(monkeypatch):
     for name in ("LAUNCHER", "ATTEMPT", "MASTER_ADDR", "LOG_DIR"):
         monkeypatch.setenv(f"FULLSHARD_{name}", "1")
     said = [text.partition(" has no effect. ") for text in unknown_variables()]
@@ -528,7 +528,7 @@ def test_variables_that_nothing_reads_are_said_by_the_first_rank(monkeypatch):
     monkeypatch.setenv("FULLSHARD_LOCAL_RANK", "0")
     monkeypatch.setenv("FULLSHARD_LOCAL_WORLD_SIZE", "1")
     assert [text.split()[0] for text in unknown_variables()] == ["FULLSHARD_LAUNCHER"]
-    monkeypatch.delenv("FULLSHARD_WORLD_SIZE")  # an incomplete set, because a name is misspelt
+    monkeypatch.delenv("FULLSHARD_WORLD_SIZE")  # an incomplete set, because one name is misspelt
     monkeypatch.setenv("FULLSHARD_WORLDSIZE", "1")
     assert [text.split()[0] for text in unknown_variables()] == [
         *("FULLSHARD_LAUNCHER", "FULLSHARD_WORLDSIZE")

@@ -1,4 +1,4 @@
-"""`fullshard bench io` in places where it cannot write."""
+"""`fullshard bench io` in folders where it cannot write."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from fullshard.cli.bench import io
 from fullshard.errors import ConfigError, WillNotFitError
 
 
-def test_a_place_without_room_or_that_nobody_writes_is_refused_before_the_start(tmp_path):
+def test_a_full_or_unwritable_folder_is_refused_before_the_start(tmp_path):
     with pytest.raises(ConfigError, match="--place: expected a folder to write to"):
         io(Path("/proc"))
     with pytest.raises(WillNotFitError, match="--mib: expected at most"):

@@ -1,4 +1,4 @@
-"""`fullshard config explain | lint | schema`: what they print, and their exit codes."""
+"""`fullshard config explain | lint | schema`: output and exit codes."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_explain_has_every_value_with_its_origin_and_a_note_a_key(folder):
+def test_explain_lists_every_value_with_its_origin_and_one_note_per_key(folder):
     outcome = invoke(["config", "explain", "fsdp.yaml", "max_steps=5", "--json"])
     assert outcome.exit_code == 0
     result = json.loads(json.dumps(outcome.result))
@@ -56,7 +56,7 @@ def test_explain_has_every_value_with_its_origin_and_a_note_a_key(folder):
     assert all(note["why"] and note["place"] for note in notes.values())
 
 
-def test_explain_prints_what_json_has(folder, capsys):
+def test_explain_prints_the_contents_of_its_json(folder, capsys):
     assert invoke(["config", "explain", "fsdp.yaml", "model=FOLDER"]).exit_code == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "name_or_path: FOLDER # command line" in lines
@@ -64,7 +64,7 @@ def test_explain_prints_what_json_has(folder, capsys):
     assert any(line.startswith("fsdp.yaml:6: use_cpu: lost: ") for line in lines)
 
 
-def test_explain_shows_what_was_set_and_with_all_every_default(folder, capsys):
+def test_explain_shows_set_values_and_with_all_every_default(folder, capsys):
     words = ["config", "explain", "fsdp.yaml", "max_steps=5"]
     invoke(words)
     assert "# missing: give model=FOLDER" in capsys.readouterr().out
@@ -94,14 +94,14 @@ def test_explain_takes_two_files(folder):
 
 
 @pytest.mark.parametrize("command", ["explain", "lint"])
-def test_a_wrong_file_ends_with_2(folder, command, capsys):
+def test_a_wrong_file_ends_with_exit_code_2(folder, command, capsys):
     (folder / "fsdp.yaml").write_text(FSDP.replace("use_orig", "use_origin"))
     assert invoke(["config", command, "fsdp.yaml"]).exit_code == 2
     assert "Did you mean 'fsdp_use_orig_params'?" in capsys.readouterr().err
 
 
 def test_deepspeed_beside_fsdp_is_refused_by_every_command(folder, capsys):
-    (folder / "fsdp.yaml").write_text(FSDP.replace("use_orig", "use_origin"))  # not read further
+    (folder / "fsdp.yaml").write_text(FSDP.replace("use_orig", "use_origin"))  # not read on
     for words in (["config", "explain"], ["train", "--dry-run"], ["sft"], ["plan"]):
         outcome = invoke([*words, "--config_file", "fsdp.yaml", "--deepspeed", "zero3.yaml"])
         assert outcome.exit_code == 2
@@ -111,7 +111,7 @@ def test_deepspeed_beside_fsdp_is_refused_by_every_command(folder, capsys):
         ) in capsys.readouterr().err
 
 
-def test_lint_names_what_is_not_yet_there_what_is_bad_and_what_is_lost(folder, capsys):
+def test_lint_names_missing_features_bad_values_and_lost_keys(folder, capsys):
     path = folder / "a.yaml"
     path.write_text(
         "sharding: {wrap: none, activation_checkpointing: offload}\n"
@@ -144,7 +144,7 @@ def test_lint_names_what_is_not_yet_there_what_is_bad_and_what_is_lost(folder, c
         ),
     ],
 )
-def test_explain_and_lint_report_what_a_run_would_refuse(folder, capsys, files, text, said):
+def test_explain_and_lint_report_the_refusals_of_a_run(folder, capsys, files, text, said):
     for name, held in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(held)
@@ -158,7 +158,7 @@ def test_explain_and_lint_report_what_a_run_would_refuse(folder, capsys, files, 
     assert linted.exit_code == 2
 
 
-def test_lint_of_a_good_file_ends_with_0(folder, capsys):
+def test_lint_of_a_good_file_ends_with_exit_code_0(folder, capsys):
     (folder / "a.yaml").write_text("training: {bf16: true}\n")
     assert invoke(["config", "lint", "a.yaml"]).exit_code == 0
     assert capsys.readouterr().out == "nothing found\n"

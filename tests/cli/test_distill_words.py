@@ -1,4 +1,4 @@
-"""What `fullshard distill` is without a configuration file, and what a launcher asks in vain."""
+"""Defaults of `fullshard distill` without a file, and settings of a launcher without effect."""
 
 import pytest
 
@@ -19,7 +19,7 @@ from fullshard.recipes.distill import job
         (["--teacher", "a", "--layers", "3"], (3, None)),
     ],
 )
-def test_the_own_jobs_student_is_cut_for_its_own_teacher_alone(words, cut):
+def test_the_built_in_student_sizes_apply_only_to_the_built_in_teacher(words, cut):
     resolved = load(words, default=job(None))
     config = load(words, default=job(resolved)).config
     assert (config.distill.layers, config.distill.experts) == cut
@@ -27,21 +27,21 @@ def test_the_own_jobs_student_is_cut_for_its_own_teacher_alone(words, cut):
     assert config.teacher is not None
 
 
-def test_a_student_beside_a_cache_needs_no_teacher_of_the_own_job():
+def test_a_student_with_a_cache_needs_no_built_in_teacher():
     for words, has_teacher in (("student=b cache=c", False), ("cache=c", True)):
         resolved = load(words.split(), default=job(None))
         config = load(words.split(), default=job(resolved)).config
         assert (config.teacher is not None) == has_teacher
 
 
-def test_a_built_in_job_names_the_values_that_it_sets_and_no_defaults(capsys):
+def test_a_built_in_job_names_its_values_but_not_the_defaults(capsys):
     say_values(load(["student=b"], default=job(None)))
     said = capsys.readouterr().out
     assert "alpha 0.7" in said
     assert "beta" not in said
 
 
-def test_settings_of_accelerate_launch_that_reach_nothing_are_told(monkeypatch, tmp_path, capsys):
+def test_settings_of_accelerate_launch_without_effect_are_reported(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     load(["model=x"])
     assert capsys.readouterr().out == ""

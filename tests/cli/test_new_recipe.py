@@ -1,4 +1,4 @@
-"""A recipe is a folder and a line of the registry: its command and what it refuses come with it."""
+"""A new recipe is a folder and a registry line; its command and its checks follow from them."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ COMMAND = RecipeCommand(check=check)
 '''
 
 
-def test_a_folder_and_a_line_make_a_command(tmp_path):
+def test_a_folder_and_a_registry_line_make_a_command(tmp_path):
     shutil.copytree(PACKAGE, tmp_path / "fullshard", ignore=shutil.ignore_patterns("__pycache__"))
     recipes = tmp_path / "fullshard" / "recipes"
     (recipes / "dpo").mkdir()

@@ -1,4 +1,4 @@
-"""`fullshard plan` says what a run will hold, without ranks, weights or a GPU."""
+"""`fullshard plan` predicts the memory of a run without ranks, weights or a GPU."""
 
 import json
 from importlib.util import find_spec
@@ -97,7 +97,7 @@ def test_units_add_up_to_the_model(plan, config):
     assert [u["kind"] for u in units].count("LlamaDecoderLayer") == 3
 
 
-def test_what_is_left_to_the_planner_is_chosen_and_said(plan, config, capfd):
+def test_the_planner_chooses_and_reports_open_settings(plan, config, capfd):
     words = ("strategy=auto", "per_device_train_batch_size=auto", "train_batch_size=64")
     found, code = plan(config, *words, "--gpus", "4x1GB", "max_seq_length=512")
     made = found["plan"]
@@ -121,13 +121,13 @@ def test_a_mixture_of_experts_is_divided_where_that_is_faster(plan, tmp_path, ca
     assert any("sharding.expert" in one["changes"] for one in advised["advice"])
     found, _ = plan(*words, "strategy=auto")
     assert found["step_time_s"] < advised["step_time_s"]
-    assert found["advice"] == []  # nothing is faster
+    assert found["advice"] == []  # no division is faster
     assert "sharding.expert=" in capfd.readouterr().out
     plan(*words, "strategy=auto", "sharding.expert=1")
     assert "sharding.expert=" not in capfd.readouterr().out  # given sizes stay
 
 
-def test_the_world_is_the_files_unless_gpus_and_nodes_say_another(plan, config):
+def test_the_file_sets_the_world_unless_gpus_and_nodes_are_given(plan, config):
     meshes = [
         plan(config, *words)[0]["plan"]["mesh"]
         for words in ([], ["--gpus", "8"], ["--nodes", "3"], ["--gpus", "2", "--nodes", "5"])
@@ -135,7 +135,7 @@ def test_the_world_is_the_files_unless_gpus_and_nodes_say_another(plan, config):
     assert [mesh["shard"] for mesh in meshes] == [4, 8, 12, 10]
 
 
-def test_a_hybrid_mesh_shards_inside_a_machine(plan, config):
+def test_a_hybrid_mesh_shards_within_a_machine(plan, config):
     found, _ = plan(config, "strategy=hybrid_shard", "--gpus", "4xH200", "--nodes", "3")
     assert found["plan"]["mesh"] == {"replicate": 3, "shard": 4}
 
@@ -151,13 +151,13 @@ def test_frozen_parameters_have_no_gradient_and_no_optimizer_bytes(plan, config)
     )
 
 
-def test_the_verdict_is_judged_against_the_named_gpu(plan, config):
+def test_the_verdict_is_for_the_named_gpu(plan, config):
     found, code = plan(config, "--gpus", "4xA100-40GB")
     assert (found["fits"], code) == ("fits", 0)
     assert found["memory_bytes"] == 40 << 30
 
 
-def test_a_model_that_will_not_fit_ends_with_code_3_and_still_says_why(plan):
+def test_a_model_that_does_not_fit_ends_with_code_3_and_the_reason(plan):
     words = ("examples/plan_llama_405b.yaml", "--gpus", "8xH100-80GB", "sharding.tensor=1")
     found, code = plan(*words)
     assert (found["fits"], code) == ("no", 3)
@@ -166,7 +166,7 @@ def test_a_model_that_will_not_fit_ends_with_code_3_and_still_says_why(plan):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "size", "key"), [(128, 4, BATCH), (32, 1, "--nodes")])
-def test_what_does_not_fit_is_answered_with_changes_that_do(plan, nodes, size, key):
+def test_a_run_that_does_not_fit_is_answered_with_changes_that_fit(plan, nodes, size, key):
     words = ("examples/plan_llama_405b.yaml", f"{BATCH}={size}", "--gpus=8xH100", "--nodes", nodes)
     found, code = plan(*words)
     assert (found["fits"], code) == ("no", 3)
@@ -179,7 +179,7 @@ def test_what_does_not_fit_is_answered_with_changes_that_do(plan, nodes, size, k
         assert followed["step_time_s"] == pytest.approx(one["step_time_s"])
 
 
-def test_a_scaling_curve_goes_to_1024_ranks_and_says_what_is_lost(plan, config):
+def test_a_scaling_curve_to_1024_ranks_reports_the_loss(plan, config):
     found, _ = plan(config, "--gpus", "8xH100-80GB")
     curve = found["scaling"]
     assert [point["world_size"] for point in curve] == [2**power for power in range(11)]
@@ -187,7 +187,7 @@ def test_a_scaling_curve_goes_to_1024_ranks_and_says_what_is_lost(plan, config):
     assert all(one["efficiency"] > 0 and one["reason"] for one in curve)
 
 
-def test_the_plan_has_the_logits_of_a_chunk_alone(plan, config):
+def test_the_plan_has_the_logits_of_only_one_chunk(plan, config):
     words = ["max_seq_length=2048", "model.config.max_position_embeddings=2048"]
     words += ["model.config.vocab_size=50000"]
     chunked, whole = (
@@ -217,7 +217,7 @@ def test_a_model_folder_or_its_config_json_stand_in_for_a_configuration(plan, tm
     assert plan(folder / "config.json", *words)[0]["plan"] == expected
 
 
-def test_people_get_the_units_and_a_table(capfd, config):
+def test_without_json_a_plan_prints_units_and_a_table(capfd, config):
     assert run(["plan", str(config), "--gpus", "8xH100"]) == 0
     out, err = capfd.readouterr()
     assert "model.layers.0 .. model.layers.2 (3): LlamaDecoderLayer" in out
@@ -278,21 +278,21 @@ def test_a_device_that_cannot_be_used_is_named(capfd, config, tmp_path, text, me
     assert f"devices.yaml: {message}" in capfd.readouterr().err
 
 
-def test_plan_for_xla_has_the_keys_of_the_other_and_its_collectives(plan, config):
+def test_a_plan_for_xla_has_the_same_keys_and_its_collectives(plan, config):
     wanted, _ = plan(config)
     found, code = plan(config, "backend=jax", "--gpus", "4xA100-40GB")
     assert code == 0
     assert found["fits"] == "fits"
     own = {"memory_bytes", "scaling", "reserve", "phases", "checkpoint_bytes"}
     assert set(wanted) - set(found) == own
-    assert rows(found)["parameter shards"] == NUMEL  # 4 bytes a parameter on 4 devices
+    assert rows(found)["parameter shards"] == NUMEL  # 4 bytes per parameter on 4 devices
     assert found["peak_bytes"]["device"] == sum(rows(found).values())
-    # Twelve arrays: nine of three layers each, gathered twice, and three outside of blocks.
+    # Twelve arrays: nine in each of three layers, gathered twice, and three outside of blocks.
     assert found["plan"]["collectives"]["all-gather"]["count"] == 9 * 3 * 2 + 3
 
 
 @pytest.mark.slow
-def test_exact_plan_is_what_xla_says_of_the_compiled_step(fullshard, config):
+def test_an_exact_plan_is_the_figure_of_xla_for_the_compiled_step(fullshard, config):
     words = ("backend=jax", "max_seq_length=32", "gradient_accumulation_steps=2", "--exact")
     done = fullshard("plan", str(config), *words, "--json", code=0)
     found = json.loads(done.stdout)
@@ -307,9 +307,7 @@ def test_exact_plan_is_what_xla_says_of_the_compiled_step(fullshard, config):
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("jax_cuda12_plugin") is None, reason="needs jax-cuda12-plugin")
-def test_gpus_that_are_not_there_issue_the_plans_collectives_and_bf16_halves_gathers(
-    fullshard, config
-):
+def test_steps_compiled_for_absent_gpus_have_the_planned_collectives(fullshard, config):
     gathered = []
     for dtype in ("float32", "bfloat16"):
         words = ("backend=jax", f"sharding.param_dtype={dtype}", "max_seq_length=32")
@@ -351,13 +349,13 @@ def test_gpus_that_are_not_there_issue_the_plans_collectives_and_bf16_halves_gat
         ),
     ],
 )
-def test_what_no_compiler_is_there_for_is_an_error(capsys, monkeypatch, config, words, said):
+def test_an_exact_plan_without_a_compiler_is_an_error(capsys, monkeypatch, config, words, said):
     monkeypatch.setattr("fullshard.xla.aot.find_spec", lambda _: None)
     assert run(["plan", str(config), *words]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_what_is_not_on_the_device_is_summed_up_where_it_is(capfd, config):
+def test_state_off_the_device_is_summed_by_its_location(capfd, config):
     assert run(["plan", str(config), "--gpus", "8xH100", "sharding.offload=cpu"]) == 0
     lines = [line.split() for line in capfd.readouterr().out.splitlines()]
     rows = {line[-1]: int(line[1].replace(",", "")) for line in lines if line[:1] == ["together"]}
@@ -368,7 +366,7 @@ def test_what_is_not_on_the_device_is_summed_up_where_it_is(capfd, config):
     assert rows["host"] == sum(int(line[2].replace(",", "")) for line in held)
 
 
-def test_the_table_has_the_states_of_the_runs_own_optimizer(plan, config):
+def test_the_table_has_the_states_of_the_runs_optimizer(plan, config):
     of = {key: rows(plan(config, *words)[0]) for key, words in {
         "adamw": (), "sgd": ("optim=sgd",), "average": ("ema_decay=0.9",)
     }.items()}  # fmt: skip
@@ -376,18 +374,18 @@ def test_the_table_has_the_states_of_the_runs_own_optimizer(plan, config):
     counts, average = 4 * (3 + 9 * 3), of["average"]["average of the weights"]
     assert of["adamw"]["optimizer (AdamW)"] == 2 * average + counts
     assert of["sgd"]["optimizer (SGD)"] == 0
-    assert NUMEL <= average <= shards  # 4 bytes a parameter on 4 ranks; shards have padding
+    assert NUMEL <= average <= shards  # 4 bytes per parameter on 4 ranks; shards are padded
     assert sum(of["average"].values()) - sum(of["adamw"].values()) == average
 
 
-def test_an_optimizer_of_ones_own_is_planned_by_its_bytes_an_element(plan, config):
+def test_a_custom_optimizer_is_planned_by_its_bytes_per_element(plan, config):
     found, _ = plan(config, "--optimizer-bytes", "2.5")
     held = rows(found)["optimizer (2.5 bytes)"]
     assert 2.5 * NUMEL / 4 <= held <= 2.5 * rows(found)["parameter shards"] / 4
     assert found["checkpoint_bytes"] == pytest.approx((4 + 2.5) * NUMEL, abs=1)
 
 
-def test_a_gpu_holds_more_than_is_allocated_and_each_row_says_why(plan, config):
+def test_a_gpu_needs_more_than_is_allocated_and_each_row_explains_why(plan, config):
     found, _ = plan(config, "--gpus", "4xH100")
     reserve = {row["name"]: row["bytes"] for row in found["reserve"]}
     assert list(reserve) == ["allocator: holes", "context", "communicators"]
@@ -396,7 +394,7 @@ def test_a_gpu_holds_more_than_is_allocated_and_each_row_says_why(plan, config):
     assert found["reserved_bytes"] == found["peak_bytes"]["device"] + holes
 
 
-def test_checkpoints_that_are_kept_are_told_with_the_one_that_is_written(capfd, config):
+def test_the_plan_reports_kept_checkpoints_and_the_one_being_written(capfd, config):
     assert run(["plan", str(config), "save_total_limit=2"]) == 0
     out, size = capfd.readouterr().out, 12 * NUMEL / 2**20
     assert f"A checkpoint needs {size:.1f} MiB of disk" in out
@@ -421,6 +419,6 @@ GIANT = 10**12
         ),
     ],
 )
-def test_a_giant_number_is_refused_at_once(capfd, config, words, said):
+def test_an_enormous_number_is_refused_at_once(capfd, config, words, said):
     assert run(["plan", str(config), *words]) == 2
     assert said in capfd.readouterr().err

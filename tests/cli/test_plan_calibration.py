@@ -1,4 +1,4 @@
-"""`fullshard plan` says the time of a step where this machine was calibrated."""
+"""`fullshard plan` predicts the time of a step on a calibrated machine."""
 
 import json
 from pathlib import Path
@@ -22,11 +22,11 @@ from fullshard.planner.mesh import Topology
 from fullshard.run.outlook import model_of, view_of
 
 ROOT = Path(__file__).parents[2]
-# Every operation of the trace that is no product takes this, whatever its size; products nothing.
+# Time of every operation of the trace except matrix products, which take none.
 SECONDS = 1e-3
-# Of the main job: each layer is traced, and micro-batches of one sample once.
+# Settings of the main job that make its trace short.
 SMALL = ("model.config.num_hidden_layers=2", "per_device_train_batch_size=1")
-WHOLE = "model.config.num_hidden_layers=4"  # as the main job has them
+WHOLE = "model.config.num_hidden_layers=4"  # the layers of the main job
 
 
 def calibration(*, ranks=(2,), machine=None, scale=1.0):
@@ -44,7 +44,7 @@ def calibration(*, ranks=(2,), machine=None, scale=1.0):
 
 @pytest.fixture
 def plan(monkeypatch, tmp_path, capfd):
-    """`plan(*words)`: what --json prints, and what is said."""
+    """`plan(*words)` returns what --json prints, other output and the exit code."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(ROOT)
 
@@ -64,7 +64,7 @@ def file(tmp_path):
     return path
 
 
-def test_a_calibration_that_is_named_says_the_time(plan, file):
+def test_a_named_calibration_predicts_the_time(plan, file):
     before, *_ = plan()
     found, said, code = plan(WHOLE, "--calibration", file)
     assert (before["step_time_s"], code) == (None, 0)
@@ -72,14 +72,14 @@ def test_a_calibration_that_is_named_says_the_time(plan, file):
     assert "from the calibration of this machine" in said
 
 
-def test_the_time_is_that_of_the_file(plan, file):
+def test_the_time_scales_with_the_file(plan, file):
     once, *_ = plan("--calibration", file)
     file.write_text(calibration(scale=3.0))
     thrice, *_ = plan("--calibration", file)
     assert thrice["step_time_s"] == pytest.approx(3 * once["step_time_s"], rel=1e-6)
 
 
-def test_recompute_and_more_samples_cost_what_the_trace_says(plan, file):
+def test_recompute_and_more_samples_cost_the_traced_operations(plan, file):
     plain, *_ = plan("--calibration", file)
     again, *_ = plan("--calibration", file, "activation_checkpointing=block")
     twice, *_ = plan("--calibration", file, "gradient_accumulation_steps=2")
@@ -87,12 +87,12 @@ def test_recompute_and_more_samples_cost_what_the_trace_says(plan, file):
 
 
 def time_of_a_run():
-    """What `fullshard train` notes as planned."""
+    """Returns the planned step time that `fullshard train` records."""
     config = load_config(None, [*SMALL]).config
     return view_of(config, model_of(config), Topology(2)).outlook.step_time_s
 
 
-def test_the_calibration_of_this_machine_is_found_where_it_is_written(plan, file):
+def test_the_calibration_of_this_machine_is_found_in_the_cache(plan, file):
     path = cache_folder() / CALIBRATION_FILE
     path.parent.mkdir(parents=True)
     path.write_text(file.read_text())
@@ -105,7 +105,7 @@ def test_the_calibration_of_this_machine_is_found_where_it_is_written(plan, file
     assert "not used: another machine was measured" in said
 
 
-def test_ranks_that_were_not_measured_have_no_time_and_that_is_said(plan, file):
+def test_plans_for_unmeasured_ranks_report_that_they_have_no_time(plan, file):
     found, said, code = plan("--calibration", file, "launch.num_processes=3")
     assert (found["step_time_s"], code) == (None, 0)
     assert "no step time: 2 ranks were measured, not 3" in said
@@ -113,7 +113,7 @@ def test_ranks_that_were_not_measured_have_no_time_and_that_is_said(plan, file):
 
 
 @pytest.mark.parametrize("words", [["--gpus", "8xH100"], ["--nodes", "2"]])
-def test_another_machine_is_not_what_was_calibrated(plan, file, words):
+def test_a_calibration_of_another_machine_is_not_used(plan, file, words):
     _, said, code = plan("--calibration", file, *words)
     assert code == 2
     assert "--calibration: expected a plan for only this machine" in said

@@ -1,11 +1,11 @@
-"""`fullshard plan --table` predicts runs of anybody's, row by row."""
+"""`fullshard plan --table` predicts runs of any framework, row by row."""
 
 import csv
 
 import pytest
 
 
-def test_a_table_is_predicted_row_by_row_and_a_bad_row_ends_nothing(tmp_path, plan):
+def test_a_table_is_predicted_row_by_row_despite_bad_rows(tmp_path, plan):
     table, out = tmp_path / "rows.csv", tmp_path / "predictions.csv"
     table.write_text(
         "model_name,params_b,gpu_model,gpus,seq_len,peak_mem_gib\n"
@@ -35,7 +35,7 @@ def test_a_table_is_predicted_row_by_row_and_a_bad_row_ends_nothing(tmp_path, pl
         (["--table", "README.md", "--optimizer-bytes", "0"], "every row of the table has its own"),
     ],
 )
-def test_a_table_that_is_none_is_refused(plan, words, said):
+def test_a_file_that_is_no_table_is_refused(plan, words, said):
     found, code = plan(*words)
     assert code == 2
     assert said in found["error"]["message"]
@@ -49,7 +49,7 @@ def test_a_table_that_is_none_is_refused(plan, words, said):
         ('model_name,gpus\n"llama,8\nllama,4\n', "unexpected end of data"),
     ],
 )
-def test_a_table_whose_cells_have_no_column_of_their_own_is_refused(tmp_path, plan, text, said):
+def test_a_table_with_cells_without_a_column_is_refused(tmp_path, plan, text, said):
     (tmp_path / "runs.csv").write_text(text)
     found, code = plan("--table", str(tmp_path / "runs.csv"))
     assert code == 2

@@ -1,4 +1,4 @@
-"""`fullshard report`: writes, compares and serves the pages of runs."""
+"""`fullshard report` writes, compares and serves the pages of runs."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def status(run) -> str:
     return json.loads((run / "run.json").read_text())["status"]
 
 
-def test_page_of_a_run_that_was_killed_says_so(run):
+def test_the_page_of_a_killed_run_says_that_it_was_killed(run):
     assert invoke(["report", str(run)]).result == {"report": str(run / "report.html")}
     page = (run / "report.html").read_text()
     assert "failed, began 2026" in page
@@ -38,14 +38,14 @@ def test_page_of_a_run_that_was_killed_says_so(run):
     assert status(run) == "failed"
 
 
-def test_page_of_a_live_run_leaves_its_record_alone(run):
+def test_the_page_of_a_live_run_does_not_change_its_record(run):
     with RunLock(run):
         assert invoke(["report", str(run)]).exit_code == 0
     assert "running, began 2026" in (run / "report.html").read_text()
     assert status(run) == "running"
 
 
-def test_several_runs_are_compared_in_a_file_of_their_own(run, monkeypatch):
+def test_several_runs_are_compared_in_a_separate_file(run, monkeypatch):
     monkeypatch.chdir(run)
     assert invoke(["report", str(run), str(run)]).result == {"report": "comparison.html"}
     assert "2 runs of fullshard" in (run / "comparison.html").read_text()
@@ -64,13 +64,13 @@ def test_a_page_replaces_no_file_with_other_content(run):
         assert invoke(["report", str(run), "--out", str(out)]).exit_code == 0
 
 
-def test_nothing_changes_if_one_of_the_folders_has_no_run(run, tmp_path):
+def test_no_file_changes_if_one_of_the_folders_has_no_run(run, tmp_path):
     assert invoke(["report", str(run), str(run / "other")]).exit_code == 2
     assert status(run) == "running"
 
 
 def test_watched_page_is_served_on_loopback_until_it_is_interrupted(run):
-    words = ["env", "--default-signal=INT"]  # a shell's `&` ignores it
+    words = ["env", "--default-signal=INT"]  # a shell's `&` ignores SIGINT
     words += [sys.executable, "-m", "fullshard", "report", str(run), "--watch", "--json"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with RunLock(run), subprocess.Popen(words, **pipes) as process:
@@ -89,7 +89,7 @@ def test_watched_page_is_served_on_loopback_until_it_is_interrupted(run):
     assert not (run / "report.html").exists()
 
 
-def test_port_that_is_taken_is_named(run):
+def test_a_port_in_use_is_named(run):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         outcome = invoke(["report", str(run), "--watch", "--port", port])
@@ -110,7 +110,7 @@ def test_options_without_effect_on_a_page_are_refused(run, words, said):
     assert said in outcome.result["error"]["message"]
 
 
-def test_other_sites_and_paths_get_nothing(run):
+def test_other_sites_and_paths_get_no_data(run):
     with page_server(lambda: "the page") as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -129,8 +129,8 @@ def test_other_sites_and_paths_get_nothing(run):
             thread.join()
 
 
-def test_use_of_the_machine_is_sampled_with_its_gpus(tmp_path, monkeypatch):
-    """A machine without a GPU has no NVML: its package is replaced by one with two devices."""
+def test_machine_usage_is_sampled_with_its_gpus(tmp_path, monkeypatch):
+    """A machine without a GPU has no NVML, so a fake package with two devices replaces it."""
     (tmp_path / "pynvml.py").write_text(
         "class NVMLError(Exception): ...\n"
         "class Use: gpu, used = 40, 7\n"

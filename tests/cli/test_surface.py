@@ -1,4 +1,4 @@
-"""The commands and their options are pinned: a new one is a decision, written down beside this."""
+"""The commands and their options are pinned, so that a new one is a deliberate decision."""
 
 import typer
 

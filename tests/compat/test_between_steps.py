@@ -1,4 +1,4 @@
-"""What users do to wrapped models between steps, and from inside of hooks."""
+"""Users' operations on wrapped models between steps and inside hooks."""
 
 import copy
 import os
@@ -26,14 +26,14 @@ def stack():
 
 
 @on_ranks(2)
-def test_parameters_are_replaced_by_what_was_made_of_shards():
+def test_parameters_can_be_replaced_by_tensors_made_from_shards():
     reference, model = stack(), FSDP(stack())
     for net in (reference, model.module):
         net[0].weight = nn.Parameter(torch.ones_like(net[0].weight) * 2)
         net[1].weight.data = torch.ones_like(net[1].weight) * 3
     x = torch.ones(2, 5)
     torch.testing.assert_close(model(x), reference(x))
-    for net in (reference, model.module):  # there is an engine now
+    for net in (reference, model.module):  # the engine exists now
         net[1].weight = nn.Parameter(torch.ones_like(net[1].weight))
     torch.testing.assert_close(model(x), reference(x))
     for seen in (False, True):
@@ -62,7 +62,7 @@ def test_a_write_of_one_rank_into_a_parameter_made_of_a_shard_is_found():
 
 
 @on_ranks(1)
-def test_an_average_with_data_of_its_own_is_no_alias_any_more():
+def test_an_average_with_new_data_is_no_longer_an_alias():
     model = fully_shard(stack())
     model(torch.ones(2, 5))
     param = model[0].weight
@@ -118,7 +118,7 @@ def layers():
 
 
 def exchange(net):
-    """Outputs of a model whose script assigns the data of parameters, again and again."""
+    """Returns outputs of a model whose script repeatedly assigns parameters' data."""
     x, params, found = torch.ones(2, 5), list(net.parameters()), []
     own, views = [p.data for p in params], [p.detach().view(-1) for p in params]
     averages = [p.data * 0.5 for p in params]
@@ -150,17 +150,17 @@ def exchange(net):
         see()
         for value, average in zip(own, averages, strict=True):
             average.lerp_(value, 0.1)
-    for view in views:  # of parameters, still
+    for view in views:  # they still show parameters
         view.mul_(1.1)
     see()
-    first, second = params[0], params[2]  # alike
+    first, second = params[0], params[2]  # equal shapes
     first.data, second.data = second.data, first.data
     see()
     return found
 
 
 @on_ranks(2)
-def test_data_that_is_swapped_in_and_out_is_that_of_one_process():
+def test_swapping_data_in_and_out_equals_one_process():
     wanted, model = exchange(layers()), layers()
     for part in (*model, model):
         fully_shard(part)
@@ -179,7 +179,7 @@ def as_parameter(param):
 
 
 def evaluates_averages(net, average_of, averages=None):
-    """Losses of a model whose averages are exchanged with its weights for an evaluation."""
+    """Returns losses of a model that swaps weights with their averages for evaluations."""
     x, params, found = torch.ones(2, 5), list(net.parameters()), []
     optimizer = torch.optim.SGD(params, 0.1)
     averages = averages or [average_of(param) for param in params]
@@ -208,7 +208,7 @@ def evaluates_averages(net, average_of, averages=None):
     found.append(net(x).square().mean().item())
     exchange()
     with torch.no_grad():
-        for view in views:  # of what are weights now
+        for view in views:  # they show the current weights
             view.mul_(0.9)
     found.append(net(x).square().mean().item())
     return found
@@ -218,7 +218,7 @@ def evaluates_averages(net, average_of, averages=None):
 @pytest.mark.parametrize("average_of", [cloned, as_parameter, copy.deepcopy])
 @pytest.mark.parametrize("wrap", [FSDP, fully_shard])
 @on_ranks(2)
-def test_averages_that_change_places_with_weights_are_those_of_one_process(wrap, average_of):
+def test_swapping_averages_with_weights_equals_one_process(wrap, average_of):
     wanted = evaluates_averages(stack(), average_of)
     assert evaluates_averages(wrap(stack()), average_of) == pytest.approx(wanted, rel=1e-5)
     seen = wrap(stack())
@@ -227,7 +227,7 @@ def test_averages_that_change_places_with_weights_are_those_of_one_process(wrap,
 
 
 @on_ranks(2)
-def test_two_models_change_places():
+def test_swapping_two_models_weights_equals_one_process():
     wanted, found = (
         evaluates_averages(wrap(stack()), None, list(wrap(stack()).parameters()))
         for wrap in (lambda net: net, FSDP)
@@ -252,8 +252,8 @@ def test_tensors_of_parameters_that_change_places_are_refused():
 
 
 @on_ranks(2)
-def test_an_average_that_is_put_in_shares_memory_until_another_one_is():
-    """`p.data = average.data` shares memory, of which earlier and later views show the same."""
+def test_an_assigned_average_shares_memory_until_the_next_assignment():
+    """After `p.data = average.data`, earlier and later views of the average show the weights."""
     found = []
     for net in (stack(), FSDP(stack())):
         x, params = torch.ones(2, 5), list(net.parameters())
@@ -279,8 +279,8 @@ def plain(param):
 
 
 @on_ranks(2)
-def test_data_that_stays_in_a_place_keeps_its_values():
-    """Also where the shard came back meanwhile, and where shards are exchanged as plain tensors."""
+def test_data_that_stays_assigned_keeps_its_values():
+    """Includes a shard that returns in between, and shards swapped as plain tensors."""
     found = []
     for net in (stack(), FSDP(stack())):
         x, (one, _, two, _) = torch.ones(2, 5), net.parameters()
@@ -332,8 +332,8 @@ def test_data_of_new_parameters_and_of_assigned_values_is_shared():
 
 
 @on_ranks(2)
-def test_views_of_an_assigned_whole_value_are_cut_with_it():
-    """Also on the rank that has all elements, and on the one without any."""
+def test_views_of_an_assigned_full_value_are_sharded_with_it():
+    """Includes a rank with all elements, and a rank with none."""
     found = []
     for net in (layers(), fully_shard(layers())):
         x, (weight, bias, *_) = torch.ones(2, 5), net.parameters()
@@ -351,7 +351,7 @@ def test_views_of_an_assigned_whole_value_are_cut_with_it():
 
 @on_ranks(2)
 def test_whole_values_are_assigned_where_one_rank_has_all_elements():
-    """Of a bias of five elements that one rank stores, and of a change that shards it again."""
+    """One rank stores all five elements of a bias, also after a change that shards it again."""
     for thaws in (False, True):
         reference, model = layers(), layers()
         for net in (reference, model):
@@ -369,7 +369,7 @@ def test_whole_values_are_assigned_where_one_rank_has_all_elements():
 
 
 @on_ranks(2)
-def test_changes_while_gradients_wait_are_put_off_or_refused():
+def test_changes_while_gradients_wait_are_postponed_or_refused():
     reference, model, frozen = stack(), stack(), stack()
     frozen[0].requires_grad_(False)
     for net in (model, frozen):
@@ -394,16 +394,16 @@ def test_changes_while_gradients_wait_are_put_off_or_refused():
 
 
 @on_ranks(2)
-def test_shards_are_compared_by_torchs_own_means():
+def test_shards_are_compared_with_functions_of_torch():
     one, two = FSDP(stack()), FSDP(stack())
     for ours, theirs in zip(one.parameters(), two.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
     weight = one.module[0].weight
-    if dist.get_rank() == 0:  # no collective: each rank looks at its own
+    if dist.get_rank() == 0:  # no collective: each rank compares its own shard
         with torch.device("cpu"):
             torch.testing.assert_close(weight.detach(), weight.detach() + 0)
     assert not torch.isclose(weight, weight + 1).all(), "rank 1 compared its part, which is empty"
-    for param in one.parameters():  # also where a rank has no elements
+    for param in one.parameters():  # also if a rank has no elements
         with pytest.raises(ShardedTensorError, match="max along dimensions"):
             param.max(0)
     with pytest.raises(ShardedTensorError, match="expected operands of the shard's own shape"):
@@ -417,7 +417,7 @@ def sharded(module):
 
 @on_ranks(2)
 def test_ddp_may_contain_a_sharded_part_only_if_it_ignores_it():
-    """It copies rank 0's parameters to all ranks, here shards of equal sizes."""
+    """DDP copies rank 0's parameters to all ranks; here the shards have equal sizes."""
 
     def made(wrap, ignores):
         torch.manual_seed(0)
@@ -441,7 +441,7 @@ def test_ddp_may_contain_a_sharded_part_only_if_it_ignores_it():
 
 
 class Tower(nn.Module):
-    """Two sharded models in one recomputed part that is not sharded itself."""
+    """Two sharded models inside one recomputed part, which is not sharded itself."""
 
     def __init__(self, wrap):
         super().__init__()
@@ -469,7 +469,7 @@ def test_several_models_in_one_recomputed_part():
 
 
 class Noted(nn.Module):
-    """Notes what it computes in."""
+    """Records the dtypes in which it computes."""
 
     def __init__(self):
         super().__init__()
@@ -483,7 +483,7 @@ class Noted(nn.Module):
 
 
 @on_ranks(2)
-def test_evaluation_in_full_precision_where_the_environment_asks():
+def test_the_environment_can_ask_for_evaluation_in_full_precision():
     low = torch.bfloat16
     precision = MixedPrecision(param_dtype=low, reduce_dtype=torch.float32, buffer_dtype=low)
     os.environ["FSDP_USE_FULL_PREC_IN_EVAL"] = "1"
@@ -501,7 +501,7 @@ def test_evaluation_in_full_precision_where_the_environment_asks():
     model.eval()
     torch.testing.assert_close(model(x), reference(x))
     for param, grad in zip(model.parameters(), grads, strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), grad)  # kept
+        torch.testing.assert_close(param.grad.full_tensor(), grad)  # unchanged
     model.train()
     model(x)
     assert net.seen == [low] * 3 + [torch.float32] * 3 + [low] * 3
@@ -509,7 +509,7 @@ def test_evaluation_in_full_precision_where_the_environment_asks():
 
 @on_ranks(2)
 def test_a_profiler_names_gathers_and_reductions():
-    """The profiler's tables name gathers and reductions, by unit."""
+    """The profiler's tables name gathers and reductions by unit."""
     for wrap in (
         lambda net: fs.shard(net, wrap=("Linear",), transport="direct"),
         lambda net: FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})),
@@ -525,8 +525,8 @@ def test_a_profiler_names_gathers_and_reductions():
 
 
 @on_ranks(4)
-def test_ranks_whose_elements_stay_take_part_when_others_are_cut_anew():
-    """Of four ranks, one may keep its range of a parameter while the others get new ones."""
+def test_ranks_with_unchanged_elements_join_a_resharding():
+    """One of four ranks may keep its range of a parameter while the others get new ones."""
     reference, model = layers(), layers()
     for net in (reference, model):
         net[1].requires_grad_(False)
@@ -550,7 +550,7 @@ def test_ranks_whose_elements_stay_take_part_when_others_are_cut_anew():
 @on_ranks(3)
 @pytest.mark.parametrize("wrap", [fully_shard, FSDP])
 def test_whole_data_may_be_assigned_where_one_rank_has_all_elements(wrap):
-    """Also before the first forward, and where ranges change in the same step."""
+    """Includes data before the first forward, and ranges that change in the same step."""
     for first in (0, 1):
         reference, model = layers(), layers()
         for net in (reference, model):
@@ -579,7 +579,7 @@ def test_whole_data_may_be_assigned_where_one_rank_has_all_elements(wrap):
 
 @pytest.mark.parametrize("lacks", ["gradients", "gradients of others", "states"])
 @on_ranks(2)
-def test_ranks_without_elements_take_part_when_others_are_cut_anew(lacks):
+def test_ranks_without_elements_join_a_resharding(lacks):
     reference, model = layers(), layers()
     for net in (reference, model):
         net[1].requires_grad_(False)
@@ -609,7 +609,7 @@ def test_ranks_without_elements_take_part_when_others_are_cut_anew(lacks):
 @on_ranks(2)
 @pytest.mark.parametrize("wrap", [fully_shard, FSDP])
 def test_gradients_of_frozen_parameters_stay_when_others_are_unfrozen(wrap):
-    """An optimizer steps by them, as in one process."""
+    """The optimizer applies them, as in one process."""
     reference, model = layers(), layers()
     for first, second, net in ((*reference[:2], reference), (*model[:2], None)):
         second.requires_grad_(False)
@@ -662,8 +662,8 @@ def test_graphs_from_before_a_change_are_right_or_name_the_change(wrap):
 
 @on_ranks(2)
 @pytest.mark.parametrize("first", [0, 1])
-def test_graphs_from_before_two_changes_name_the_one_that_cut_anew(first):
-    """The first change cuts ranks' elements alike, the second one does not."""
+def test_graphs_from_before_two_changes_name_the_one_that_resharded(first):
+    """The first change keeps ranks' elements; the second changes them."""
     model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
     later = (*model[0].parameters(), model[1].weight)
     for param in later:

@@ -1,4 +1,4 @@
-"""Reductions that users bring: `register_comm_hook`."""
+"""Users' own reductions with `register_comm_hook`."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ BLOCKS = ModuleWrapPolicy({TransformerBlock})
 
 
 def mean_of_part(calls, full, part):
-    """A reduce-scatter made of an all-reduce."""
+    """A reduce-scatter implemented with an all-reduce."""
     calls.append(full.numel())
     dist.all_reduce(full)
     part.copy_(full.chunk(dist.get_world_size())[dist.get_rank()] / dist.get_world_size())
@@ -34,7 +34,7 @@ def test_a_hook_reduces_in_place_of_the_engine():
             return model
 
         assert_trains_as_one(wrap)
-        assert len(calls) == 4 * 4  # steps, units
+        assert len(calls) == 4 * 4  # steps times units
 
     def replicas(net):
         model = FSDP(net, sharding_strategy=ShardingStrategy.NO_SHARD)
@@ -46,8 +46,8 @@ def test_a_hook_reduces_in_place_of_the_engine():
 
 
 @on_ranks(2)
-def test_what_a_hook_is_given():
-    """What a hook is given, and that it may replace `.data` and come after the first step."""
+def test_a_hook_gets_the_gradient_in_the_reduce_dtype():
+    """A hook may also replace `.data` and be registered after the first step."""
     seen: list[Any] = []
 
     def halves(state, full, part):
@@ -69,7 +69,7 @@ def test_what_a_hook_is_given():
 
 
 @on_ranks(2)
-def test_hooks_that_are_refused():
+def test_unsupported_hooks_are_refused():
     model = FSDP(build(), auto_wrap_policy=BLOCKS)
     model.register_comm_hook(None, print)
     assert all(module._comm_hook is print for module in FSDP.fsdp_modules(model))

@@ -1,4 +1,4 @@
-"""The list of PyTorch's public test functions names tests that exist, and known statuses."""
+"""The list of PyTorch's public test functions names existing tests and known statuses."""
 
 from pathlib import Path
 

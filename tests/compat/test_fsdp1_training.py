@@ -1,4 +1,4 @@
-"""FSDP1 scripts, only their imports changed: losses are those of one process."""
+"""FSDP1 scripts with changed imports only: losses equal those of one process."""
 
 import functools
 import warnings
@@ -180,7 +180,7 @@ def test_mixed_precision_casts_buffers_only_when_asked():
         lambda net: FSDP(net, mixed_precision=policy, auto_wrap_policy=BLOCKS), tolerance=0.05
     )
     assert model.shift.dtype is bf16
-    assert model.state_dict()["shift"].dtype is torch.float32  # as the model had it
+    assert model.state_dict()["shift"].dtype is torch.float32  # as in the model
     assert next(model.parameters()).dtype is torch.float32
     untouched = FSDP(build(), mixed_precision=MixedPrecision(reduce_dtype=bf16))
     loss_of(untouched, 0, dist.get_rank()).backward()
@@ -254,7 +254,7 @@ def _compile(model):
 @on_ranks(2)
 def test_compiled_blocks_and_models():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # dynamo looks at attributes that warn
+        warnings.simplefilter("ignore")  # dynamo reads attributes that warn
         model = assert_trains_as_one(lambda net: _compile(FSDP(net, auto_wrap_policy=BLOCKS)))
         assert isinstance(next(model.parameters()), ShardedParameter)
         net = FSDP(build(), auto_wrap_policy=BLOCKS)

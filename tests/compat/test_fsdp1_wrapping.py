@@ -1,4 +1,4 @@
-"""What FSDP1's constructor takes, and what it refuses."""
+"""Arguments of FSDP1's constructor that are supported, and those that are refused."""
 
 import functools
 import os
@@ -40,7 +40,7 @@ def test_ignored_modules_and_states():
     loss_of(model, 0, rank()).backward()
     assert type(kept.up.weight) is nn.Parameter
     reference = build()
-    loss_of(reference, 0, rank()).backward()  # this rank's own gradient: it is not reduced
+    loss_of(reference, 0, rank()).backward()  # this rank's gradient, which is not reduced
     assert torch.allclose(kept.up.weight.grad, reference.layers[1].up.weight.grad, atol=1e-6)
     assert list(model.state_dict()) == list(reference.state_dict())
     net = build()
@@ -77,7 +77,7 @@ def test_ignored_modules_and_states():
 def test_first_values_from_rank_0_and_from_meta():
     reference = build()
     wanted = [losses[rank()] for losses in train_alone(build())]
-    torch.manual_seed(10 + rank())  # other weights on each rank
+    torch.manual_seed(10 + rank())  # different weights on each rank
     model = FSDP(
         reference if rank() == 0 else Net(), auto_wrap_policy=BLOCKS, sync_module_states=True
     )
@@ -92,7 +92,7 @@ def test_first_values_from_rank_0_and_from_meta():
         param_init_fn=lambda module: module.to_empty(device="cpu", recurse=False),
     )
     assert max(abs(a - b) for a, b in zip(train(model), wanted, strict=True)) < 2e-6
-    torch.manual_seed(20 + rank())  # replicas that nobody seeded start alike
+    torch.manual_seed(20 + rank())  # replicas start equal despite unequal seeds
     copies = FSDP(Net(), sharding_strategy=ShardingStrategy.NO_SHARD)
     torch.manual_seed(20)
     assert_same_state(copies.state_dict(), Net().state_dict(), 0.0)
@@ -143,7 +143,7 @@ def test_process_groups_and_meshes():
     model = FSDP(nn.Sequential(nn.Linear(16, 16), expert))
     x = torch.full((2, 16), float(rank() + 1))
     model(x).sum().backward()
-    assert type(expert.module.weight) is nn.Parameter  # this rank's own, not reduced
+    assert type(expert.module.weight) is nn.Parameter  # this rank's gradient, not reduced
     assert expert.module.weight.grad.shape == (16, 16)
     launch = {"RANK": str(rank()), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     apart = FSDP(build(), process_group=groups[0])
@@ -260,6 +260,6 @@ def test_every_name_of_torch_is_there():
     assert [name for name in methods if not hasattr(fsdp2.FSDPModule, name)] == []
     assert our_wrap.enable_wrap is wrap.enable_wrap
     line = nn.Linear(2, 2)
-    assert fsdp1.wrap(line) is line  # module and function of one name: both work
+    assert fsdp1.wrap(line) is line  # a module and a function of the same name both work
     assert fsdp1.checkpoint_wrapper(line) is our_checkpoint_wrapper.checkpoint_wrapper(line)
     assert fsdp1.ShardingStrategy is theirs.ShardingStrategy

@@ -1,4 +1,4 @@
-"""torch's FSDP2 calls, only imports changed."""
+"""torch's FSDP2 calls with changed imports only."""
 
 import copy
 import gc
@@ -60,7 +60,7 @@ def settings():
     model = assert_trains_as_one(bottom_up)
     assert type(model).__name__ == "FSDPNet"
     assert isinstance(model.layers[0], FSDPModule)
-    assert isinstance(model, torch.distributed.fsdp.FSDPModule)  # helpers ask for torch's
+    assert isinstance(model, torch.distributed.fsdp.FSDPModule)  # helpers check for torch's class
     assert isinstance(model, Net)
     reference = build()
     train_alone(reference)
@@ -107,7 +107,7 @@ def test_fully_shard_bottom_up_with_every_setting(ranks):
 
 
 class Recorder(nn.Module):
-    """Says which dtypes it sees."""
+    """Records the dtypes of its inputs."""
 
     def __init__(self):
         super().__init__()
@@ -137,7 +137,7 @@ def test_mixed_precision_is_each_units_own():
 
 @on_ranks(2)
 def test_meta_init_and_state_dicts_as_torchtitan_has_them():
-    """As torchtitan does."""
+    """Runs torchtitan's sequence of calls."""
     reference = build()
     with torch.device("meta"):
         model = Net()
@@ -149,7 +149,7 @@ def test_meta_init_and_state_dicts_as_torchtitan_has_them():
         model(torch.zeros(1, 2, dtype=torch.long))
     model.layers[0].set_modules_to_forward_prefetch([model.layers[1], model.layers[2]])
     model.layers[2].set_modules_to_backward_prefetch([model.layers[1]])
-    params = {id(param): param for param in model.parameters()}  # an optimizer may have them
+    params = {id(param): param for param in model.parameters()}  # an optimizer may own them
     model.to_empty(device="cpu")
     assert params.keys() == set(map(id, model.parameters()))
     torch.manual_seed(3 + rank())
@@ -206,12 +206,12 @@ def test_gradient_sync_setters():
 
 
 @on_ranks(2)
-def test_a_divisor_is_that_of_its_own_unit():
-    """A factor is that of one call of fully_shard, as with torch's own; layers 1 and 2 are one."""
+def test_a_gradient_divisor_applies_to_one_call_of_fully_shard():
+    """A factor applies to one call of fully_shard, as in torch; layers 1 and 2 are one call."""
     found = []
-    warnings.simplefilter("ignore")  # torch's, of a view that the model returns
+    warnings.simplefilter("ignore")  # a warning of torch about a view that the model returns
     for wrap in (fully_shard, torch.distributed.fsdp.fully_shard):
-        model = build().double()  # gloo has no premultiplied sums, which torch takes in float32
+        model = build().double()  # gloo lacks the premultiplied sums that torch uses in float32
         wrap(model.layers[0])
         wrap([model.layers[1], model.layers[2]])
         wrap(model)
@@ -225,7 +225,7 @@ def test_a_divisor_is_that_of_its_own_unit():
 
 @on_ranks(2)
 def test_changes_between_steps_are_adopted():
-    """What users change between steps is taken over: see compat/wrapping.py."""
+    """Takes over users' changes between steps; see compat/wrapping.py."""
     model, reference = bottom_up(build()), build()
     wanted = [losses[rank()] for losses in train_alone(reference, steps=1)]
     assert abs(train(model, steps=1)[0] - wanted[0]) < 2e-6
@@ -246,7 +246,7 @@ def test_changes_between_steps_are_adopted():
     frozen.requires_grad_(True)
     with torch.no_grad():
         new = nn.Parameter(reference.head.weight.detach().clone())
-    model.head.weight = new  # a whole one
+    model.head.weight = new  # a full tensor
     reference.head.weight = nn.Parameter(new.detach().clone())
     model.embed.weight.data = model.embed.weight.data.clone()
     model.zero_grad(), reference.zero_grad()
@@ -289,7 +289,7 @@ def test_methods_of_modules():
     model.reshard()
     assert "elements [" in repr(model.a.weight)
     model.unshard()
-    assert torch.allclose(model(x), plain(x))  # and is gathered by the plan again
+    assert torch.allclose(model(x), plain(x))  # the plan gathers it again
     share_comm_ctx([model])
     layers = fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)])
     assert all(isinstance(layer, FSDPModule) for layer in layers)
@@ -304,8 +304,8 @@ def test_methods_of_modules():
 
 
 @on_ranks(2)
-def test_blocks_that_the_compiler_has_wrapped_are_units_as_torchs_are():
-    """As torchtitan does it."""
+def test_compiled_blocks_are_units_as_in_torch():
+    """torchtitan compiles blocks before it shards them."""
     model, reference = build(), build()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # importing torch's compiler warns
@@ -389,7 +389,7 @@ def test_what_is_refused():
 
 
 class Optimized:
-    """An event of a stream that runs the optimizer, as torch.cuda.Event has it."""
+    """Stands for a torch.cuda.Event of a stream that runs the optimizer."""
 
     def __init__(self, log):
         self.log = log
@@ -415,7 +415,7 @@ def test_the_next_forward_waits_for_the_optimizers_event():
 
 
 def test_values_move_to_the_device_of_this_rank(monkeypatch):
-    """As torch's does. CPU 0, which no tensor says that it is on, stands in for a GPU."""
+    """torch moves them too. CPU 0, an index that no tensor reports, stands in for a GPU."""
     model, there, moved, to = build(), torch.device("cpu", 0), [], torch.Tensor.to
 
     def noted(tensor, device):

@@ -27,7 +27,7 @@ from support.ranks import on_ranks
 def test_each_strategy_trains_as_one_process(name):
     config = FSDP2Config(sharding_strategy=name, backward_prefetch="post", cpu_offload=False)
     model = assert_trains_as_one(lambda net: wrap_model_fsdp2(net, config))
-    assert isinstance(model.layers[0], FSDPModule)  # named TransformerBlock
+    assert isinstance(model.layers[0], FSDPModule)  # class name TransformerBlock
     numel, whole = (sum(p.numel() for p in net.parameters()) for net in (model, build()))
     assert (numel < whole) is (name != "no_shard")
 
@@ -44,7 +44,7 @@ def test_each_policy_wraps_and_trains():
 
 @on_ranks(2)
 def test_parts_by_hand_with_other_strategies():
-    """Parts first, each with a strategy of its own."""
+    """Shards parts first, each with its own strategy."""
 
     def wrap(net):
         none = FSDP2Config(sharding_strategy="no_shard", auto_wrap_policy=None)

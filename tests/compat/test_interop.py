@@ -1,4 +1,4 @@
-"""With other parts of torch: its checkpoint wrappers, distributed checkpoints, its own helpers."""
+"""Works with other parts of torch: checkpoint wrappers, distributed checkpoints, helpers."""
 
 import warnings
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_torchs_checkpoint_wrappers_inside_and_around():
 
 @on_ranks(2)
 def test_whole_states_of_an_optimizer_of_fsdp2():
-    """That torch's distributed checkpoints keep both is shown in test_torchs_state_dicts.py."""
+    """Distributed checkpoints of both are tested in test_torchs_state_dicts.py."""
     both = []
     for _ in range(2):
         model = layers()
@@ -104,7 +104,7 @@ def test_distributed_checkpoints_of_fsdp1(tmp_path):
 
 @on_ranks(2)
 def test_models_that_are_wrapped_in_part():
-    """States of a local run, and of a model of which only a part is wrapped."""
+    """Covers states of an unsharded run, and of a model with one wrapped part."""
     model = layers()
     model[0] = FSDP(model[0])
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -175,7 +175,7 @@ def test_a_unit_inside_one_of_the_other_interface_and_a_second_sharding():
 
 
 def aliased(kind):
-    """Layers in which something uses the memory of the second layer's weight."""
+    """Layers and a tensor that shares memory with the second layer's weight."""
     net = layers()
     weight = net[1].weight
     if kind == "parameter":
@@ -203,6 +203,6 @@ def test_parameters_and_buffers_on_the_memory_of_another_are_refused():
     with pytest.raises(UnsupportedModelError, match=r"^2\.weight: expected a .* own memory"):
         fs.shard(aliased("parameter"), ignore=["2.weight"])
     net = layers()
-    before = net.state_dict()  # on the memory of the parameters, and no part of the model
+    before = net.state_dict()  # shares the parameters' memory outside the model
     step(fully_shard(net), torch.optim.SGD(net.parameters(), lr=0.1))
     assert torch.equal(before["1.weight"], layers()[1].weight)

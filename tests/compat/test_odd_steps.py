@@ -1,4 +1,4 @@
-"""Steps out of the ordinary, of both interfaces: frozen, unused and repeated parts, odd inputs."""
+"""Unusual steps of both interfaces: frozen, unused and repeated parts, unusual inputs."""
 
 import copy
 from collections.abc import Callable
@@ -33,7 +33,7 @@ WRAPS: list[Callable[[nn.Module], nn.Module]] = [
 
 
 class Parts(nn.Module):
-    """Three layers; what runs, and how often, is the caller's."""
+    """Three layers; the caller chooses which run, and how often."""
 
     def __init__(self):
         super().__init__()
@@ -52,7 +52,7 @@ class Parts(nn.Module):
                 return self.c(self.b(self.b(self.a(x))))
             case "detached":
                 return self.c(self.b(self.a(x)).detach())
-        return Boxed(self.c(self.a(x)))  # b unused, and no plain output
+        return Boxed(self.c(self.a(x)))  # b is unused, and the output is an object
 
 
 @dataclass
@@ -68,6 +68,23 @@ def losses(model, mode, ranks):
     return torch.stack(found).mean()
 
 
+def step_both(model, reference, optimizers, mode="all"):
+    """Steps a wrapped model and one process; compares gradients and parameters."""
+    losses(model, mode, [rank()]).backward()
+    losses(reference, mode, [0, 1]).backward()
+    with torch.no_grad():
+        model.eval()
+        losses(model, "all", [rank()])
+        model.train()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (ours.grad is None) is (theirs.grad is None), mode
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(ours.full_tensor(), theirs, atol=TOLERANCE), mode
+
+
 @on_ranks(2)
 def test_units_that_are_unused_repeated_or_cut_off():
     for wrap in WRAPS:
@@ -77,19 +94,7 @@ def test_units_that_are_unused_repeated_or_cut_off():
         model = wrap(net)
         optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, reference)]
         for mode in ("all", "skip", "boxed", "twice", "detached", "all"):
-            losses(model, mode, [rank()]).backward()
-            losses(reference, mode, [0, 1]).backward()
-            with torch.no_grad():
-                model.eval()
-                losses(model, "all", [rank()])
-                model.train()
-            for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-                assert (ours.grad is None) is (theirs.grad is None), mode
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-                assert torch.allclose(ours.full_tensor(), theirs, atol=TOLERANCE), mode
+            step_both(model, reference, optimizers, mode)
         for boxed in ({"x": torch.ones(1, 4)}, [torch.ones(1, 4)], Boxed(torch.ones(1, 4))):
             assert torch.allclose(model(boxed), reference(boxed), atol=1e-5)
 
@@ -107,13 +112,7 @@ def test_frozen_parameters_train_as_in_one_process():
         trained = [[p for p in m.parameters() if p.requires_grad] for m in (model, reference)]
         optimizers = [torch.optim.SGD(params, lr=0.1) for params in trained]
         for _ in range(3):
-            losses(model, "all", [rank()]).backward()
-            losses(reference, "all", [0, 1]).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            assert torch.allclose(ours.full_tensor(), theirs, atol=TOLERANCE)
+            step_both(model, reference, optimizers)
 
 
 @on_ranks(2)
@@ -152,7 +151,7 @@ def test_a_layer_of_two_sharded_models_is_named_with_the_way_out():
 
 @on_ranks(2)
 def test_optimizer_groups_ties_and_half_after_wrapping():
-    """Optimizer groups by name; a tied head; two forwards before one backward; late steps."""
+    """Covers groups by name, a tied head, two forwards before a backward, and late steps."""
 
     def optimizer_of(model):
         named = list(model.named_parameters())
@@ -228,7 +227,7 @@ def in_a_vmap(model, x):
 @pytest.mark.parametrize("wrap", [fully_shard, FSDP])
 @pytest.mark.parametrize("run", [in_inference_mode, in_a_transformation, in_a_vmap])
 def test_a_model_may_run_first_in_a_mode_or_a_transformation(run, wrap):
-    """The engine is created there, and outlives it."""
+    """The engine is created inside, and stays usable outside."""
     reference, model = layers(), wrap(layers())
     x = torch.ones(2, 5)
     torch.testing.assert_close(run(model, x), run(reference, x))

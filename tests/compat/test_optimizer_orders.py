@@ -1,4 +1,4 @@
-"""Optimizer states where ranks gave their optimizers other orders, or have models of their own."""
+"""Optimizer states if ranks order parameters differently, or have separate models."""
 
 import copy
 import warnings
@@ -26,7 +26,7 @@ def stepped(params, model):
 
 
 @on_ranks(2)
-def test_ranks_give_their_optimizers_other_orders():
+def test_ranks_may_order_parameters_of_their_optimizers_differently():
     wanted = FSDP(build(), auto_wrap_policy=BLOCKS)
     states = FSDP.full_optim_state_dict(
         wanted, stepped(list(wanted.parameters()), wanted), rank0_only=False
@@ -48,10 +48,10 @@ def test_ranks_give_their_optimizers_other_orders():
 
 
 @on_ranks(2)
-def test_optimizers_that_go_by_names():
-    """A plain module around an FSDP one shows the names that its optimizer goes by."""
+def test_named_optimizers_are_saved_and_loaded():
+    """A plain module around FSDP shows the names that its optimizer uses."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch's own parts
+        warnings.simplefilter("ignore")  # warnings of torch's own modules
         from torch.distributed.optim import _NamedOptimizer
     model = nn.Sequential(FSDP(nn.Linear(4, 4)), nn.Linear(4, 4))
     model(torch.ones(2, 4)).sum().backward()
@@ -68,7 +68,7 @@ def test_optimizers_that_go_by_names():
 
 @on_ranks(2)
 def test_state_dicts_without_groups():
-    """Without groups; groups of the caller stay as they were."""
+    """The caller's groups stay unchanged."""
     model = FSDP(build())
     optimizer = stepped(list(model.parameters()), model)
     own = {"state": optimizer.state_dict()["state"]}

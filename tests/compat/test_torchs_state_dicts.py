@@ -1,4 +1,4 @@
-"""FSDP1 under torch.distributed.checkpoint.state_dict, as PyTorch's checkpoint recipes have it."""
+"""FSDP1 under torch.distributed.checkpoint.state_dict, as in PyTorch's checkpoint recipes."""
 
 import copy
 import pickle
@@ -76,7 +76,7 @@ def step(model, optimizer):
 
 def save(app, folder):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of pickles in its own files
+        warnings.simplefilter("ignore")  # a warning of torch about pickles in its own files
         dcp.save({"app": app}, checkpoint_id=folder)
 
 
@@ -97,10 +97,10 @@ def recipe(folder):
         assert isinstance(rows, DTensor)
         assert rows.to_local().shape == (5 - dist.get_rank(), 16)
     save(app, folder)
-    other, twin = make(1)  # one unit, not yet run
+    other, twin = make(1)  # one unit, before its first forward
     load({"app": AppState(other, twin)}, folder)
     assert torch.equal(step(other, twin), step(model, optimizer))
-    plain = ToyModel()  # the recipe's last part: without FSDP, in any process
+    plain = ToyModel()  # the recipe's last part: without FSDP, in one process
     whole = {"app": {"model": plain.state_dict()}}
     load(whole, folder)
     plain.load_state_dict(whole["app"]["model"])
@@ -113,7 +113,7 @@ def test_the_recipe_for_distributed_checkpoints(ranks, tmp_path):
 
 @on_ranks(2)
 def test_the_recipe_for_asynchronous_checkpoints(tmp_path):
-    """The recipe for asynchronous saving: training goes on, what is written is what was."""
+    """Training continues; the checkpoint has the values from before."""
     folder = str(tmp_path)
     for wrap in (FSDP, fully_shard):
         torch.manual_seed(0)
@@ -124,7 +124,7 @@ def test_the_recipe_for_asynchronous_checkpoints(tmp_path):
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         future, name = None, f"{folder}/{wrap.__name__}"
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's
+            warnings.simplefilter("ignore")  # a warning of torch
             for number in range(2):
                 wanted = step(model, optimizer)
                 if future is not None:
@@ -141,12 +141,12 @@ def test_the_recipe_for_asynchronous_checkpoints(tmp_path):
 
 
 def whole():
-    """Full state dicts; and each of the calls before a model has run."""
+    """Checks full state dicts, and each of the calls before a model has run."""
     model, optimizer = make()
     fresh = get_optimizer_state_dict(model, optimizer)
     assert isinstance(fresh["state"]["net1.weight"]["exp_avg"], DTensor)
     wanted = step(model, optimizer)
-    assert type(model.state_dict()["net2.weight"]) is torch.Tensor  # asked for by nobody else
+    assert type(model.state_dict()["net2.weight"]) is torch.Tensor  # no other rank calls it
     assert not isinstance(optimizer.state_dict()["state"][0]["exp_avg"], DTensor)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     states = get_model_state_dict(model, options=options)
@@ -173,7 +173,7 @@ def test_full_state_dicts_of_an_fsdp1_model(ranks):
 
 
 def kept_run(**settings):
-    """A model of FSDP2 that has stepped after its state dict was taken."""
+    """Returns an FSDP2 model that stepped after its state dict was taken."""
     torch.manual_seed(0)
     model = ToyModel()
     fully_shard(model.net1)
@@ -185,7 +185,7 @@ def kept_run(**settings):
 
 
 @pytest.mark.short(1)
-@pytest.mark.parametrize("kernel", ["foreach", "fused"])  # a fused step counts no version
+@pytest.mark.parametrize("kernel", ["foreach", "fused"])  # fused changes no version counter
 @on_ranks(2)
 def test_a_kept_state_dict_follows_the_weights_as_torchs_do(tmp_path, kernel):
     folder = tmp_path
@@ -208,7 +208,7 @@ def test_a_kept_state_dict_follows_the_weights_as_torchs_do(tmp_path, kernel):
         dcp.load({"model": read}, checkpoint_id=folder / saved)
         torch.testing.assert_close(read, values, rtol=0, atol=0)
 
-    # a checkpoint is read into the state dict, loaded, and saved from it after one more step
+    # a checkpoint is read into the state dict and loaded; the state dict follows one more step
     dcp.load({"model": state}, checkpoint_id=folder / "kept")
     model.load_state_dict(state)
     for name, param in model.named_parameters():
@@ -217,7 +217,7 @@ def test_a_kept_state_dict_follows_the_weights_as_torchs_do(tmp_path, kernel):
     for name, param in model.named_parameters():
         assert torch.equal(state[name].full_tensor(), param.full_tensor()), name
 
-    # the next one shares its memory, as torch's do, also if a hook dropped an entry of the last:
+    # the next state dict shares memory, as in torch, even if a hook dropped an entry of the last:
     # torchtitan 0.3 compares addresses
     step(model, optimizer)
     state.pop("net1.bias")
@@ -237,7 +237,7 @@ def start(shard, seed=0):
 
 
 def read_and_dropped(shard, folder):
-    """A checkpoint is read into a state dict, which is dropped without `load_state_dict`."""
+    """Reads a checkpoint into a state dict and drops it without `load_state_dict`."""
     model, optimizer = start(shard, seed=1)
     load({"model": model.state_dict()}, folder)
     yield model
@@ -246,7 +246,7 @@ def read_and_dropped(shard, folder):
 
 
 def resumed(shard, folder):
-    """`set_state_dict` steps an optimizer without states, with lr 0, before it loads weights."""
+    """`set_state_dict` steps a new optimizer with lr 0 before it loads weights."""
     model, optimizer = start(shard, seed=1)
     weights, states = get_state_dict(model, optimizer)
     load({"model": weights}, folder)
@@ -264,17 +264,17 @@ def changed_in_place(shard, _):
         value.data.add_(0.1)
     yield model
     step(model, optimizer)
-    torch._foreach_zero_([state["net2.weight"]])  # torch 2.11 tells of no such write
+    torch._foreach_zero_([state["net2.weight"]])  # torch 2.11 does not report this write
     step(model, optimizer)
     average = [value.clone() for value in state.values()]
-    torch._foreach_lerp_(average, [*state.values()], 0.5)  # which only reads the state dict
+    torch._foreach_lerp_(average, [*state.values()], 0.5)  # it only reads the state dict
     with torch.no_grad():
         model.net1.weight.mul_(2)
     yield model
 
 
 def written_on_one_rank(shard, _):
-    """Two state dicts are written, the second one by one rank; a copy of the first is loaded."""
+    """One rank writes the second of two state dicts; a copy of the first is loaded."""
     model, optimizer = start(shard)
     state, part = model.state_dict(), model.net1.state_dict()
     if dist.get_rank() == 0:
@@ -287,7 +287,7 @@ def written_on_one_rank(shard, _):
 
 
 def read_inside_unshard(shard, _):
-    """What is written into the gathered parameters meanwhile is dropped."""
+    """Writes into the gathered parameters are dropped while a kept state dict is read."""
     model, _ = start(shard)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     step(model, optimizer)
@@ -306,7 +306,7 @@ def read_inside_unshard(shard, _):
 
 
 def views_that_are_kept(shard, folder):
-    """Views of a dropped state dict are written by one rank after a forward; rows are read late."""
+    """One rank writes views of a dropped state dict after a forward; rows are read late."""
     model, optimizer = start(shard)
     views = [value.to_local() for value in model.state_dict().values()]
     rows = model.state_dict()["net2.bias"]
@@ -333,7 +333,7 @@ def whole_of(value):
 
 
 def read_beside_another(shard, _):
-    """State dicts of a model and of a part of it are kept; after a step one is written."""
+    """Writes one of two kept state dicts after a step."""
     model, optimizer = start(shard)
     state, part = model.state_dict(), model.net1.state_dict()
     step(model, optimizer)
@@ -350,8 +350,8 @@ def read_beside_another(shard, _):
     yield shown
 
 
-@on_ranks(3)  # of net2's 9 rows and of net1's 16, each rank has others than in its shard
-def test_a_state_dict_that_is_written_is_the_weights_as_torchs_is(tmp_path):
+@on_ranks(3)  # a rank's rows of net1 and net2 differ from its shard
+def test_writing_a_state_dict_writes_the_weights_as_in_torch(tmp_path):
     model, optimizer = start(fully_shard, seed=2)
     step(model, optimizer)
     with warnings.catch_warnings():
@@ -375,7 +375,7 @@ def test_a_state_dict_that_is_written_is_the_weights_as_torchs_is(tmp_path):
 
 
 @on_ranks(2)
-def test_a_state_dict_and_weights_that_were_both_written_are_an_error():
+def test_writing_both_a_state_dict_and_its_weights_is_an_error():
     model, _, state = kept_run()
     weight, rows = model.net1.weight, state["net1.weight"].to_local()
     with torch.no_grad():
@@ -384,7 +384,7 @@ def test_a_state_dict_and_weights_that_were_both_written_are_an_error():
         for use in (weight.to_local, lambda: weight + 1, lambda: old + 1, lambda: weight.mul_(2)):
             with pytest.raises(MisuseError, match=r"before (to_local|add|mul_) of this rank"):
                 use()
-        assert not weight.full_tensor().any()  # which loads it
+        assert not weight.full_tensor().any()  # this call loads the written rows
         weight.add_(2)
     rows.fill_(3)
     for read in (state["net1.weight"].full_tensor, model.state_dict):
@@ -393,7 +393,7 @@ def test_a_state_dict_and_weights_that_were_both_written_are_an_error():
 
 
 def states_of(model, optimizer, kept):
-    """Reads a kept state dict after a step, and writes it before the next one."""
+    """Reads a kept state dict after a step, and writes it before the next step."""
     step(model, optimizer)
     yield from (value for entry in kept.values() for value in entry.values())
     for entry in kept.values():
@@ -401,7 +401,7 @@ def states_of(model, optimizer, kept):
         entry["step"].add_(1)
     step(model, optimizer)
     yield from optimizer.state_dict()["state"][0].values()
-    optimizer.load_state_dict(optimizer.state_dict())  # which they go on following
+    optimizer.load_state_dict(optimizer.state_dict())  # the kept states still follow it
     step(model, optimizer)
     for entry in kept.values():
         yield from entry.values()
@@ -416,7 +416,7 @@ def states_of(model, optimizer, kept):
 @pytest.mark.parametrize("kernel", ["foreach", "fused"])
 @pytest.mark.parametrize("by_torch", [True, False])
 @on_ranks(3)
-def test_a_kept_state_dict_of_an_optimizer_is_its_states_as_torchs_is(kernel, by_torch):
+def test_a_kept_state_dict_of_an_optimizer_aliases_its_states_as_in_torch(kernel, by_torch):
     found = []
     for shard in (fully_shard, torchs_fully_shard):
         model, _ = start(shard)
@@ -433,7 +433,7 @@ def test_a_kept_state_dict_of_an_optimizer_is_its_states_as_torchs_is(kernel, by
 
 
 @on_ranks(2)
-def test_another_model_does_not_follow_the_rows_that_it_was_given():
+def test_a_second_model_does_not_follow_rows_assigned_to_it():
     model, optimizer, state = kept_run()
     other = ToyModel()
     other.load_state_dict(state, assign=True)
@@ -459,7 +459,7 @@ def test_a_thread_reads_rows_only_while_they_are_up_to_date():
 
 
 @on_ranks(2)
-def test_rows_that_one_rank_reads_alone_after_a_step_are_refused_on_all():
+def test_reading_rows_on_one_rank_after_a_step_is_refused_on_all():
     model, _, state = kept_run()
     asks = (
         state["net1.weight"].to_local if dist.get_rank() == 0 else lambda: model(torch.ones(1, 16))
@@ -469,7 +469,7 @@ def test_rows_that_one_rank_reads_alone_after_a_step_are_refused_on_all():
 
 
 class Fused(nn.Module):
-    """As torchtitan's attention: one weight, saved and loaded as two."""
+    """Like torchtitan's attention: one weight, saved and loaded as two."""
 
     def __init__(self):
         super().__init__()
@@ -492,7 +492,7 @@ class Fused(nn.Module):
 
 
 @on_ranks(2)
-def test_hooks_of_a_state_dict_see_the_values_that_torchs_see():
+def test_hooks_of_a_state_dict_see_the_same_values_as_in_torch():
     torch.manual_seed(0)
     model, whole = Fused(), Fused()
     whole.load_state_dict(model.state_dict())
@@ -524,7 +524,7 @@ def test_a_pre_hook_writes_before_the_values_are_taken(facade):
 
     model(torch.ones(1, 4)).sum().backward()
     model.register_state_dict_pre_hook(swap)
-    with torch.inference_mode():  # an evaluation that saves
+    with torch.inference_mode():  # an evaluation inside which the model is saved
         state = model.state_dict()
     assert len(state) == len(params) == 4
     for value in state.values():
@@ -547,7 +547,7 @@ def test_states_before_the_first_step_are_whole(facade):
 
 
 @on_ranks(2)
-def test_a_script_module_is_no_obstacle():
+def test_a_model_may_contain_a_script_module():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit.script is deprecated
         model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.ReLU()))
@@ -555,7 +555,7 @@ def test_a_script_module_is_no_obstacle():
     assert list(state) == ["0.weight", "0.bias"]
 
 
-@on_ranks(3)  # the last one has no row of these weights
+@on_ranks(3)  # the last rank has no row of these weights
 def test_a_checkpoint_is_read_into_rows_that_are_long_kept(tmp_path):
     torch.manual_seed(0)
     model = fully_shard(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 5)))
@@ -573,7 +573,7 @@ def test_a_checkpoint_is_read_into_rows_that_are_long_kept(tmp_path):
 
 @pytest.mark.parametrize("facade", [True, False])
 @on_ranks(2)
-def test_a_norm_that_one_rank_asks_alone_beside_new_rows_is_refused_on_all(facade):
+def test_a_norm_on_one_rank_with_new_rows_is_refused_on_all(facade):
     torch.manual_seed(0)
     model, native = fully_shard(ToyModel()), fs.shard(ToyModel())
     state = model.state_dict()

@@ -1,4 +1,4 @@
-"""PyTorch's FSDP1 tutorials, getting started and advanced, on small models, as they are typed."""
+"""PyTorch's FSDP1 tutorials (getting started, advanced) as written, on small models."""
 
 import functools
 import warnings
@@ -144,7 +144,7 @@ def test_advanced_training_with_fsdp(tmp_path):
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
     with FSDP.state_dict_type(other, StateDictType.SHARDED_STATE_DICT), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the tutorial's calls are old
+        warnings.simplefilter("ignore")  # the tutorial uses deprecated calls
         dist_cp.save_state_dict(
             state_dict=state,
             storage_writer=dist_cp.FileSystemWriter(root / "dcp"),

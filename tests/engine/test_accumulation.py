@@ -1,6 +1,6 @@
-"""Several backwards a step: deferred, reduced, mixed, and not as many on every rank.
+"""Several backwards per step: deferred, reduced, mixed, and a different number on each rank.
 
-`grad_sync` as the loop sees it is tested in tests/train/test_global_token_mean.py.
+tests/train/test_global_token_mean.py tests `grad_sync` in the loop.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ RANKED = marked(
 
 
 def deferring(model, yes=True, **how):
-    """fs.no_sync where the model is sharded and `yes`; nothing in one process."""
+    """Returns fs.no_sync if the model is sharded and `yes`; a null context otherwise."""
     is_deferred = yes and is_sharded(model)
     return fs.no_sync(model, **how) if is_deferred else contextlib.nullcontext()
 
@@ -44,12 +44,12 @@ def micro_step(model, step, rank, micro):
 
 
 def accumulate(model, step, rank, defers):
-    """A micro-batch for each of `defers`, which says whether its gradients stay on the rank."""
+    """Runs one micro-batch per entry of `defers`; true keeps its gradients on the rank."""
     losses, block = [], contextlib.ExitStack()
     for micro, defer in enumerate(defers):
         before, block = block, contextlib.ExitStack()
         block.enter_context(deferring(model, defer))
-        before.close()  # later than the next begins, as in generators
+        before.close()  # ends after the next begins, as in generators
         losses.append(micro_step(model, step, rank, micro))
     block.close()
     return torch.stack(losses)
@@ -86,7 +86,7 @@ def test_accumulation_holds_at_every_prefetch_depth(strategy):
         assert_parity(chain, WORKS[pattern], settings, alone=ALONE[3], kinds=("sgd",))
 
 
-# ---- what a deferred micro-batch alone has touched -----------------------------------------------
+# ---- parameters that only a deferred micro-batch used --------------------------------------------
 
 
 def all_deferred_and_some_reduced(model, step, rank, some):
@@ -96,14 +96,14 @@ def all_deferred_and_some_reduced(model, step, rank, some):
     return CHAIN.work(model, 10 * step + 1, rank, order=some)
 
 
-# Without blocks the reducing backward reaches the root's parameters alone.
+# Without blocks, the reducing backward reaches only the root's parameters.
 SOME = [partial(all_deferred_and_some_reduced, some=some) for some in ((0, 3), ())]
 
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize(("strategy", "world_size"), RANKED)
 @on_ranks("world_size")
-def test_gradients_of_a_deferred_backward_alone_are_reduced_too(strategy):
+def test_gradients_of_only_a_deferred_backward_are_reduced_too(strategy):
     for work in SOME:
         assert_parity(chain, work, {"strategy": strategy}, kinds=("adamw",))
 
@@ -112,10 +112,10 @@ def test_gradients_of_a_deferred_backward_alone_are_reduced_too(strategy):
 
 
 def as_many_as_the_rank(model, step, rank, with_dummies):
-    """Rank r has r + 1 deferred micro-batches, of the three that the largest rank has.
+    """Rank r runs r + 1 deferred micro-batches of three.
 
-    Forwards are collectives where parameters are cut, so that every rank makes as many; where the
-    backward gathers too, a micro-batch that does not count is scaled by zero.
+    Forwards of sharded parameters are collectives, so every rank runs equally many. If backward
+    gathers too, a surplus micro-batch is scaled by zero.
     """
     for micro in range(3):
         if is_sharded(model):
@@ -143,7 +143,7 @@ def test_ranks_may_defer_unequal_numbers_of_backwards(strategy, with_dummies):
 
 
 def fewer_forwards_too(model, step, rank):
-    """Where nothing is gathered a rank may leave whole micro-batches out."""
+    """If nothing is gathered, a rank may skip whole micro-batches."""
     for micro in range(rank):
         with deferring(model):
             micro_step(model, step, rank, micro)
@@ -153,7 +153,7 @@ def fewer_forwards_too(model, step, rank):
 @pytest.mark.short(1)
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks("world_size", timeout=60)
-def test_replicas_may_leave_micro_batches_out():
+def test_replicas_may_skip_micro_batches():
     assert_parity(chain, fewer_forwards_too, {"strategy": "no_shard"}, kinds=("adamw",))
 
 
@@ -198,7 +198,7 @@ def test_a_deferred_backward_reduces_nothing_and_settles_nothing(defers, wanted)
 )
 @on_ranks(2)
 def test_deferred_gradients_are_whole_in_the_accumulate_dtype_and_freed(settings, itemsize):
-    """Bytes of deferred gradients after each micro-batch of three steps, with their peak."""
+    """Compares bytes of deferred gradients after each micro-batch of three steps, and the peak."""
     model = fs.shard(chain().to(settings.pop("model_dtype")), poison=True, **settings)
     dtype = next(model.parameters()).dtype
     found = []
@@ -214,14 +214,14 @@ def test_deferred_gradients_are_whole_in_the_accumulate_dtype_and_freed(settings
     numel = sum(unit.numel for unit in engine_of(model).plan.units)
     held = itemsize * numel
     assert [now for now, _ in found] == [held, held, 0] * 3
-    assert {peak for _, peak in found} == {held}  # it does not grow over steps
+    assert {peak for _, peak in found} == {held}  # the peak does not grow over steps
 
 
 # ---- only the replicate axis waits ---------------------------------------------------------------
 
 
 def outer_waits(model, step, rank):
-    """Two micro-batches whose sum over replicas waits for the third."""
+    """The sum over replicas of two micro-batches waits for the third."""
     losses = []
     for micro in range(3):
         with deferring(model, micro < 2, outer_only=True):
@@ -233,7 +233,7 @@ KEPT = []
 
 
 def outer_waits_beside_kept_gradients(model, step, rank):
-    """The caller holds the gradients of the step before, so sums land in new memory."""
+    """The caller keeps the last step's gradients, so sums need new memory."""
     losses = outer_waits(model, step, rank)
     KEPT[:] = [param.grad for param in model.parameters()]
     return losses
@@ -268,7 +268,7 @@ def test_the_sum_over_replicas_may_wait_alone(transport, reduction):
     kinds = Counter(event.kind for event in ring)
     sent = [event.num_bytes for event in ring if event.kind is EventKind.REDUCE]
     assert (kinds[EventKind.DEFER], kinds[EventKind.SETTLE]) == (0, 1)
-    assert sum(sent[:UNITS]) < sum(sent[-UNITS:])  # the last one also goes across
+    assert sum(sent[:UNITS]) < sum(sent[-UNITS:])  # the last one also reduces across replicas
     assert len(sent) == 3 * UNITS
     stats = fs.memory_stats(model)
     shards = stats["gradient_shards"]["now"]

@@ -1,4 +1,4 @@
-"""`activation_checkpointing` in all its words: the bits of no recompute, and less memory."""
+"""Every value of `activation_checkpointing` gives the bits of no recompute with less memory."""
 
 import warnings
 
@@ -48,7 +48,7 @@ def test_recompute_gives_the_bits_of_no_recompute(settings):
     assert [len(plan.recompute) for plan in plans] == [3, 3, 2]
 
 
-CACHES = {  # of models whose blocks get the cache by name and by place
+CACHES = {  # models that pass the cache by name and by position
     "llama": {**LLAMA, "use_cache": True},
     "gpt2": {"n_layer": 3, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }
@@ -56,7 +56,7 @@ CACHES = {  # of models whose blocks get the cache by name and by place
 
 @pytest.mark.parametrize("model_type", CACHES)
 def test_blocks_that_recompute_get_no_cache_of_keys(model_type):
-    """Models of transformers make a cache in each forward unless they are told not to."""
+    """Models of transformers create a cache in each forward unless told otherwise."""
     ids = torch.arange(16).view(2, 8)
     mask = torch.ones_like(ids)
     mask[1, 5:] = 0
@@ -79,7 +79,7 @@ def test_blocks_that_recompute_get_no_cache_of_keys(model_type):
 
 
 class Saved:
-    """Counts the bytes that autograd would keep; it keeps none, and there is no backward."""
+    """Counts the bytes that autograd would save, without saving them; backward is impossible."""
 
     def __init__(self):
         self.num_bytes = 0
@@ -96,7 +96,7 @@ def saved_bytes(kind):
     return saved.num_bytes
 
 
-def test_recompute_keeps_less():
+def test_recompute_saves_fewer_bytes():
     none, block, every = map(saved_bytes, ("none", "block", "every_2"))
     assert block < every < none
 
@@ -105,14 +105,14 @@ SPELLINGS = ("gradient_checkpointing_enable", "activation_checkpointing_enable")
 
 
 def enable(model, spelling, reentrant):
-    """Turn Hugging Face's switch on; the older of its names is deprecated."""
+    """Turns Hugging Face's switch on; its older name is deprecated."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         getattr(model, spelling)({"use_reentrant": reentrant})
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_hugging_faces_switch_beside_ours_is_refused(spelling):
+def test_hugging_faces_switch_together_with_ours_is_refused(spelling):
     model = CASES["llama"].build()
     enable(model, spelling, reentrant=False)
     with pytest.raises(ConfigError, match=r"one switch; model.layers.0 already recomputes"):
@@ -129,7 +129,7 @@ def test_a_model_without_blocks_is_refused():
 @pytest.mark.parametrize("early", [True, False])
 @on_ranks(2)
 def test_reentrant_recompute_is_converted(early, spelling):
-    """It is converted, whether it was turned on before sharding or after."""
+    """Converts it whether it was turned on before sharding or after."""
     case = CASES["llama"]
     found = []
     for switch in (False, True):

@@ -1,7 +1,7 @@
-"""Hugging Face architectures as they ship train as in one process, under every strategy.
+"""Hugging Face architectures with default settings train as in one process, under every strategy.
 
 Float64, every weight perturbed, three steps of AdamW with clipping, released slots poisoned. One
-process plays the ranks' batches one after another (tests/support/reference.py).
+process runs the ranks' batches one after another (tests/support/reference.py).
 """
 
 import pytest
@@ -16,7 +16,7 @@ FAST = ("gpt2", "gemma2", "qwen3_moe", "mamba", "bart", "clip", "swin")
 
 
 def check(name):
-    """Every strategy that this number of ranks has."""
+    """Checks every strategy that this number of ranks supports."""
     case = ARCHITECTURES[name]
     hybrid = dist.get_world_size() == 4
     for strategy in HYBRID if hybrid else FLAT:
@@ -24,7 +24,7 @@ def check(name):
         model = assert_parity(
             case.build, case.work, settings, kinds=("adamw",), tolerance=case.tolerance
         )
-        for step in (1, 2):  # the first one shows the order
+        for step in (1, 2):  # the first step learns the order
             assert_planned_events(model, step)
 
 

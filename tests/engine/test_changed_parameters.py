@@ -1,4 +1,4 @@
-"""A program that changes its parameters where the change would be lost is refused on all ranks."""
+"""Parameter changes that would be lost are refused on all ranks."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +15,7 @@ from support.parity import backward_alone, unlike_gradients
 from support.programs import SETTINGS, WIDTH, Chain, batch, made, said_of, square
 from support.ranks import on_ranks
 
-Change = Callable[[Any, torch.Tensor], Any]  # of a layer and what comes in
+Change = Callable[[Any, torch.Tensor], Any]  # width of a layer and its input
 
 
 class Layer(nn.Module):
@@ -47,7 +47,7 @@ def clamps_in_place(layer, x):
 
 
 def rescales_rows(layer, x):
-    """As an embedding with `max_norm` does in its forward."""
+    """Like the forward of an embedding with `max_norm`."""
     nn.functional.embedding(torch.arange(2), layer.linear.weight, max_norm=1e-2)
 
 
@@ -56,12 +56,12 @@ def normalises(layer, x):
 
 
 def initialises(layer, x):
-    """A data-dependent initialisation, as ActNorm makes it."""
+    """A data-dependent initialisation, like ActNorm's."""
     layer.linear.bias.data.copy_(-x.detach().mean(0))
 
 
 def follows(layer, x):
-    """Moves a frozen parameter, as codebooks and power iterations do."""
+    """Updates a frozen parameter, like codebooks and power iterations."""
     layer.frozen.data = 0.9 * layer.frozen.data
 
 
@@ -86,7 +86,7 @@ IN_FORWARD = {
 
 
 def trains_twice(model, x):
-    """What is refused once is refused again."""
+    """The second call is refused like the first."""
     with pytest.raises(EngineError):
         square(model, x).backward()
     square(model, x).backward()
@@ -100,12 +100,12 @@ def test_a_forward_that_changes_its_parameters_is_refused(ranks, change):
 
 
 def gives_other_memory(model, x):
-    """To a parameter of which one rank holds every element, and the other none."""
+    """Replaces the data of a parameter whose elements are all on one rank."""
     model.head.bias.data = model.head.bias.data.clamp(-0.1, 0.1)
     square(model, x).backward()
 
 
-def test_other_memory_is_noticed_where_a_rank_holds_no_element(ranks):
+def test_other_memory_is_noticed_even_if_a_rank_has_no_element(ranks):
     for said in ranks(2)(said_of, with_layers(nothing), gives_other_memory):
         for text in said:
             assert text.startswith("head.bias: expected its shard where fs.shard put it")
@@ -140,8 +140,8 @@ WHOLE_SHAPES: dict[str, Callable[[Any], Any]] = {
 
 
 @on_ranks(2)
-def test_a_whole_shape_is_refused_where_one_rank_holds_every_element():
-    """Of a parameter that rank 0 holds whole, and rank 1 not at all."""
+def test_a_full_shape_is_refused_if_one_rank_stores_every_element():
+    """Rank 0 stores the whole parameter, rank 1 none of it."""
     said = []
     weight = fs.shard(made(Chain), wrap=("Layer",), transport="direct").first.weight
     assert weight.numel() == (0 if dist.get_rank() else WIDTH * WIDTH)
@@ -193,8 +193,8 @@ def averaged(**options):
 @pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("transport", ["c10d", "direct", "shared"])
 @on_ranks(2)
-def test_a_unit_that_writes_what_it_then_reads_is_refused(transport, asks):
-    """Also if ranks compared their writes in between."""
+def test_a_unit_that_writes_weights_before_reading_them_is_refused(transport, asks):
+    """Includes ranks that compared their writes in between."""
     model = averaged(first=True, asks=asks)
     fs.shard(model, wrap=("Averaged",), poison=True, transport=transport)
     with pytest.raises(EngineError, match=r"0.key.weight: expected a forward of 0 that does not"):
@@ -204,13 +204,13 @@ def test_a_unit_that_writes_what_it_then_reads_is_refused(transport, asks):
 @pytest.mark.short(2)
 @pytest.mark.parametrize("setting", SETTINGS)
 @on_ranks(2)
-def test_a_unit_may_write_what_its_next_forward_reads(setting):
+def test_a_unit_may_write_weights_for_its_next_forward(setting):
     one, model = averaged(first=False), averaged(first=False)
     fs.shard(model, wrap=("Averaged",), poison=True, **SETTINGS[setting])
 
     def alone(rank):
         for layer in one:
-            layer.averages = rank == 1  # in the last rank's forward
+            layer.averages = rank == 1  # during the last rank's forward
         return square(one, batch(rank))
 
     for _ in range(3):
@@ -242,7 +242,7 @@ def test_a_write_into_an_open_unit_is_found_beside_writes_into_others(setting):
 
 
 class Teaches(nn.Module):
-    """A unit that copies its weight into another unit before it reads its own."""
+    """Copies its weight into another unit before it reads its own."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Norms, clipping and loss scaling: torch's own functions through the guard, and ours."""
+"""Norms, clipping and loss scaling with torch's own functions and with ours."""
 
 import math
 from functools import partial
@@ -13,12 +13,12 @@ from support.ranks import on_ranks
 from support.scripts import compare, counted, error_of, sharded_run
 
 ORDERS = [1.0, 2.0, 3.0, math.inf]
-CLIP = 0.05  # below every norm that occurs, so that clipping changes the weights
+CLIP = 0.05  # below every norm here, so that clipping changes the weights
 nn_utils = nn.utils
 
 
 def trained(run, clip, num_steps=3):
-    """Three steps of momentum with a clipping line between backward and step."""
+    """Three steps of momentum with a clipping call between backward and step."""
     model = run.shard(run.model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     logged = []
@@ -30,7 +30,7 @@ def trained(run, clip, num_steps=3):
     return run.result(model, logged=logged)
 
 
-# ---- the lines that people write --------------------------------------------------------------
+# ---- calls in users' scripts -------------------------------------------------------------------
 
 
 def clip_norm(model, **options):
@@ -157,7 +157,7 @@ def written_through_lists_as_out(model):
 
 
 def halve_local_parts(model):
-    """What is written through a plain tensor counts: the norms that were known are made anew."""
+    """Norms are computed again after writes through a plain tensor."""
     before = total_norm_by_stacking(model)
     for grad in grads_of(model):
         (grad.to_local() if hasattr(grad, "to_local") else grad).mul_(0.5)
@@ -216,7 +216,7 @@ ALIKE = [
     ],
 )
 @on_ranks("size")
-def test_a_line_of_torch_gives_what_one_process_gives(name):
+def test_calls_of_torch_give_the_results_of_one_process(name):
     compare(partial(trained, clip=LINES[name]))
 
 
@@ -229,11 +229,11 @@ def test_torchs_clipping_takes_its_foreach_path():
     assert [call.call_count for call in calls.values()] == [1, 1]
 
 
-# ---- ours -------------------------------------------------------------------------------------
+# ---- fs.clip_grad_norm_ -----------------------------------------------------------------------
 
 
 def clip_ours(run, order, strategy):
-    """fs.clip_grad_norm_ beside torch's, also after a gradient was changed, with frozen weights."""
+    """Compares fs.clip_grad_norm_ with torch, also after an edit and with frozen weights."""
     model = run.model()
     model.blocks[1].requires_grad_(False)
     run.shard(model, strategy=strategy)
@@ -257,13 +257,13 @@ def clip_ours(run, order, strategy):
 
 @pytest.mark.short(2)
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "shard_grad_op"])
-def test_our_clipping_gives_what_torch_gives_in_one_process(ranks, strategy):
+def test_our_clipping_equals_torchs_in_one_process(ranks, strategy):
     for order in ORDERS:
         ranks(2)(compare, partial(clip_ours, order=order, strategy=strategy))
 
 
 def some_left_out(run, ours):
-    """Two parameters are not sharded; the script sums their gradients over the ranks itself."""
+    """Two parameters are not sharded; the script sums their gradients over the ranks."""
     model = run.shard(run.model(), ignore=["scale", "blocks.1.up.*"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
     left_out = [model.scale, model.blocks[1].up.weight, model.blocks[1].up.bias]
@@ -284,27 +284,27 @@ def some_left_out(run, ours):
 
 
 @pytest.mark.parametrize("ours", [False, True])
-def test_parameters_that_are_left_out_take_part_in_clipping(ranks, ours):
+def test_ignored_parameters_are_clipped_too(ranks, ours):
     ranks(2)(compare, partial(some_left_out, ours=ours))
 
 
 @on_ranks(2)
-def test_a_gradient_that_is_left_out_is_clipped_without_others():
-    """Norms of the only gradient, of a parameter that is left out, before any backward."""
+def test_an_ignored_parameters_gradient_is_clipped_without_others():
+    """The only gradient belongs to an ignored parameter, before any backward."""
     _, model = sharded_run(ignore=["scale"])
     model.scale.grad = torch.full_like(model.scale, 3.0)
     assert {fs.clip_grad_norm_(model, 10.0, order).item() for order in ORDERS} == {3.0}
 
 
 def clip_beside_unequal_gradients():
-    """One rank alone has a gradient of a parameter that is left out, and a large one."""
+    """Only one rank has a gradient, a large one, of an ignored parameter."""
     run, model = sharded_run(ignore=["scale"])
     run.loss(model, 0).backward()
     model.scale.grad = torch.full_like(model.scale, 100.0) if run.rank == 0 else None
     return fs.clip_grad_norm_(model, CLIP).item(), fs.global_norm([model.head.weight.grad]).item()
 
 
-def test_ranks_scale_alike_where_gradients_that_are_left_out_differ(ranks):
+def test_ranks_scale_equally_if_ignored_gradients_differ(ranks):
     one, other = ranks(2)(clip_beside_unequal_gradients)
     assert one == other
     assert one[0] > 100
@@ -325,12 +325,12 @@ def norms_of_the_model(run):
     ]
 
 
-def test_global_norm_is_the_norm_of_the_whole(ranks):
+def test_global_norm_is_the_norm_of_full_gradients(ranks):
     ranks(2)(compare, norms_of_the_model)
 
 
 @on_ranks(2)
-def test_the_global_norm_has_what_one_rank_alone_wrote():
+def test_the_global_norm_includes_writes_of_one_rank():
     run, model = sharded_run()
     run.loss(model, 0).backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
@@ -349,7 +349,7 @@ def test_without_gradients_the_norm_is_zero():
 
 
 @on_ranks(2)
-def test_a_norm_that_is_not_finite_is_said_on_every_rank():
+def test_a_norm_that_is_not_finite_is_an_error_on_every_rank():
     run, model = sharded_run()
     (run.loss(model, 0) * math.inf).backward()
     params = list(model.parameters())
@@ -363,7 +363,7 @@ def test_a_norm_that_is_not_finite_is_said_on_every_rank():
 
 
 def several_models(run, strategies, **config):
-    """One optimizer and one list for two models; unscaled, clipped apart and together."""
+    """One optimizer and one list for two models; unscaled, clipped separately and together."""
     models = [run.shard(run.model(), strategy=kind, **config) for kind in strategies]
     params = [p for model in models for p in model.parameters()]
     optimizer = torch.optim.AdamW(params, lr=1e-2, foreach=True)
@@ -395,7 +395,7 @@ def whole_norm(models):
 
 @pytest.mark.short(3)
 @pytest.mark.parametrize("transport", ["shared", "c10d", "one of each", "direct", "no_shard"])
-def test_lists_of_shards_of_several_models_are_right_for_each(ranks, transport):
+def test_lists_with_shards_of_several_models_give_right_results(ranks, transport):
     kinds = {"no_shard": ("no_shard",) * 2, "one of each": ("no_shard", "full_shard")}
     config = {} if transport in kinds else {"transport": transport}
     strategies = kinds.get(transport, ("full_shard",) * 2)
@@ -413,7 +413,7 @@ def fused_with_a_scale(run):
     return run.result(model, norms=[before, nn_utils.get_total_norm(grads_of(model))])
 
 
-def test_a_norm_after_a_fused_step_is_that_of_the_unscaled_gradients(ranks):
+def test_a_norm_after_a_fused_step_uses_the_unscaled_gradients(ranks):
     ranks(2)(compare, fused_with_a_scale)
 
 
@@ -421,7 +421,7 @@ def test_a_norm_after_a_fused_step_is_that_of_the_unscaled_gradients(ranks):
 
 
 def log_on_rank_zero_only():
-    """Norms between backward and step, on one rank, in every spelling that needs no collective."""
+    """Computes norms on one rank in every spelling that needs no collective."""
     rank = torch.distributed.get_rank()
     run, model = sharded_run()
     run.loss(model, 0).backward()
@@ -438,7 +438,7 @@ def log_on_rank_zero_only():
             nn_utils.get_total_norm(grads).item(),
         ]
     total = fs.clip_grad_norm_(model, 1.0).item()
-    if rank == 0:  # known after our clipping too
+    if rank == 0:  # also known after our clipping
         norms += [total, nn_utils.get_total_norm(grads).item(), min(total, 1.0)]
     run.loss(model, 1).backward()
     return norms
@@ -457,7 +457,7 @@ def test_a_norm_logged_on_one_rank_does_not_hang(ranks):
 
 
 def scaled(run, fused, overflow=None):
-    """GradScaler, unscale_, clipping; in step 1 one element of one gradient is infinite."""
+    """Uses GradScaler, unscale_ and clipping; in step 1 one gradient element is infinite."""
     model = run.shard(run.model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
@@ -466,7 +466,7 @@ def scaled(run, fused, overflow=None):
         scaler.scale(run.loss(model, step)).backward()
         if step == 1 and overflow:
             overflow(model)
-        if not fused or step == 2:  # both ways that scripts have
+        if not fused or step == 2:  # both ways in scripts
             scaler.unscale_(optimizer)
             norms.append(nn_utils.clip_grad_norm_(model.parameters(), CLIP))
         scaler.step(optimizer)
@@ -477,7 +477,7 @@ def scaled(run, fused, overflow=None):
 
 
 def one_element(model):
-    """An infinity in the last element of a matrix, which one rank holds."""
+    """An infinity in the last element of a matrix, which one rank stores."""
     grad = model.blocks[0].mid.weight.grad
     flat = grad.to_local() if hasattr(grad, "to_local") else grad
     holds_last = (

@@ -1,4 +1,4 @@
-"""Settings of optimizers that ranks compare, and what is none."""
+"""Optimizer settings that ranks compare, and states that are not settings."""
 
 import torch
 import torch.distributed as dist
@@ -8,12 +8,12 @@ import fullshard as fs
 from support.ranks import on_ranks
 from support.scripts import error_of, sharded_run
 
-ODD = (2, 1)  # the step from which a rank differs, and the rank
+ODD = (2, 1)  # the first step in which a rank differs, and the rank
 NO_ERROR = "NO ERROR: NoneType"
 
 
 class Plain(optim.Optimizer):
-    """Keeps plain states in the shape of a rank's shard."""
+    """Stores plain states in the shape of a rank's shard."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
@@ -29,7 +29,7 @@ class Plain(optim.Optimizer):
 
 @on_ranks(2)
 def test_a_state_of_one_element_is_no_setting():
-    """Of 65 elements one rank has 64 and the other one."""
+    """One rank has 64 of 65 elements and the other one."""
     model = nn.Module()
     model.weight, model.forward = nn.Parameter(torch.ones(65)), lambda x: model.weight * x
     fs.shard(model)
@@ -45,7 +45,7 @@ def test_a_state_of_one_element_is_no_setting():
 
 
 def steps_apart(keeps):
-    """Two optimizers step in turn on 4 ranks; rank 1 has another rate if they have all shards."""
+    """Steps two optimizers in turn on 4 ranks; rank 1's rate differs if they have all shards."""
     run, model = sharded_run(transport="direct")
     params = list(model.parameters())
     parts = ([param for param in params[at::2] if keeps(param)] for at in range(2))
@@ -77,8 +77,8 @@ def test_optimizers_in_turn_are_compared_unless_empty_shards_are_left_out(ranks)
 
 
 @on_ranks(2)
-def test_settings_are_compared_whatever_the_groups_are():
-    """Rank 0 has two groups, rank 1 one of the same parameters. No two ranks share a parameter."""
+def test_settings_are_compared_with_any_groups():
+    """Rank 0 has two groups, rank 1 has one; no two ranks share a parameter."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     fs.shard(model)
     params, is_odd = list(model.parameters()), dist.get_rank() == 1

@@ -1,4 +1,4 @@
-"""Blocks compiled by torch.compile: one process's numbers, and nothing compiled twice."""
+"""Blocks compiled by torch.compile give one process's numbers, and compile only once."""
 
 import contextlib
 import warnings
@@ -39,10 +39,10 @@ def without_wrapper(tensors):
 
 @contextlib.contextmanager
 def compiling():
-    """Nothing that was compiled before stays, and nothing of it afterwards."""
+    """Resets the compiler before and after."""
     torch._dynamo.reset()
-    with warnings.catch_warnings():  # the compiler asks activations for their .grad
-        warnings.simplefilter("ignore", DeprecationWarning)  # of its own imports
+    with warnings.catch_warnings():  # the compiler reads .grad of activations
+        warnings.simplefilter("ignore", DeprecationWarning)  # warnings of its own imports
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
         yield
     torch._dynamo.reset()
@@ -96,7 +96,7 @@ LEAKED: list[torch.Tensor] = []
 
 
 class Leaky(nn.Module):
-    """Leaves what it made halfway, as routers leave their losses; compiled, maybe as two graphs."""
+    """Keeps an intermediate result, as routers keep losses; may compile as two graphs."""
 
     def __init__(self, *, broken, hidden):
         super().__init__()
@@ -116,7 +116,7 @@ class Leaky(nn.Module):
 
 @compiling()
 def gradient_of_what_was_left(*, broken, hidden=False):
-    """Of a loss of what the first of four blocks left alone: its slot holds the third by then."""
+    """Gradient of a result kept by the first block, whose slot another one uses by then."""
     LEAKED.clear()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), *(Leaky(broken=broken, hidden=hidden) for _ in range(4)))
@@ -129,18 +129,18 @@ def gradient_of_what_was_left(*, broken, hidden=False):
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_what_a_compiled_block_keeps_begins_its_backward(broken):
+def test_backward_starts_from_a_result_kept_by_a_compiled_block(broken):
     assert gradient_of_what_was_left(broken=broken).isfinite().all()
 
 
-def test_what_leaves_a_broken_graph_in_its_middle_is_an_error():
+def test_a_result_kept_from_the_middle_of_a_broken_graph_is_an_error():
     with pytest.raises(RuntimeError, match=f"is at version {AWAY}"):
         gradient_of_what_was_left(broken=True, hidden=True)
 
 
 @compiling()
 def test_equal_blocks_share_one_graph():
-    """More blocks than torch compiles variants of one function (8) before it gives up."""
+    """More blocks than torch's limit of 8 compiled variants of one function."""
     model = nn.Sequential(*(Block(4, 4) for _ in range(10)))
     fs.shard(model, wrap=lambda module: module in list(model), transport="fake", shard=2)
     for block in model:
@@ -152,7 +152,7 @@ def test_equal_blocks_share_one_graph():
 
 
 def stepped(*, compiled):
-    """This rank's parts after steps by a function that clips, steps and drops gradients."""
+    """Returns this rank's shards after compiled steps that clip, update and clear gradients."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
     fs.shard(model, transport="fake", shard=2)
@@ -173,7 +173,7 @@ def stepped(*, compiled):
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
-def test_a_compiled_step_of_an_optimizer_is_that_of_python():
+def test_a_compiled_optimizer_step_equals_an_eager_one():
     for part, wanted in zip(stepped(compiled=True), stepped(compiled=False), strict=True):
         assert torch.equal(part, wanted)
 
@@ -181,13 +181,13 @@ def test_a_compiled_step_of_an_optimizer_is_that_of_python():
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_a_forward_sees_and_drops_the_gradients_of_the_last_backward():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model[0].compile(backend="eager")  # looks at gradients, too
+    model[0].compile(backend="eager")  # also reads gradients
     fs.shard(model, wrap="none", transport="fake", shard=2)
     seen = []
     model[1].register_forward_pre_hook(lambda layer, _: seen.append(layer.weight.grad))
     model(torch.ones(2, 3)).sum().backward()
     want = model[1].weight.grad.norm()
-    model(torch.ones(5, 3)).sum()  # compiled anew
+    model(torch.ones(5, 3)).sum()  # compiled again
     model[1].register_forward_pre_hook(lambda layer, _: layer.zero_grad())
     model(torch.ones(2, 3))
     assert seen[0] is None

@@ -1,4 +1,4 @@
-"""How many files a reader of one step opens."""
+"""Counts the files that a reader of one step opens."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A wire around a transport changes when things arrive, and nothing else."""
+"""A simulated wire around a transport changes only arrival times."""
 
 import gc
 import time
@@ -22,7 +22,7 @@ LATENCY_S, BYTES_PER_S = 0.002, 1e8
 
 
 def trained(transport, delay):
-    """A model after three clipped steps, with every loss and norm on the way."""
+    """Returns a model after three clipped steps, with every loss and norm."""
     model = fs.shard(chain().float(), wrap=["Block"], transport=transport, poison=True)
     if delay:
         delayed(engine_of(model), LATENCY_S, BYTES_PER_S)
@@ -40,7 +40,7 @@ def trained(transport, delay):
 @pytest.mark.short(1)
 @pytest.mark.parametrize("transport", ["direct", "c10d"])
 @on_ranks(2)
-def test_a_delayed_run_has_the_bits_of_one_that_is_not(transport):
+def test_a_delayed_run_is_bit_identical(transport):
     (_, plain), (_, late) = trained(transport, delay=False), trained(transport, delay=True)
     assert [
         at for at, (a, b) in enumerate(zip(plain, late, strict=True)) if not torch.equal(a, b)
@@ -49,7 +49,7 @@ def test_a_delayed_run_has_the_bits_of_one_that_is_not(transport):
 
 @on_ranks(2)
 def test_the_wait_in_a_release_counts_as_communication():
-    """From a gather that nobody used to the end of the wait for it that a release counts."""
+    """Measures from an unused gather to the end of the wait in its release."""
     model, _ = trained("direct", delay=True)
     actions = engine_of(model).runtime.actions
     unit = engine_of(model).units[1]
@@ -62,8 +62,8 @@ def test_the_wait_in_a_release_counts_as_communication():
 
 
 @on_ranks(2)
-def test_nothing_goes_around_the_wire():
-    """What still refers to the transport that a wire was put around."""
+def test_every_message_passes_the_wire():
+    """No other object refers to the inner transport."""
     model, _ = trained("direct", delay=True)
     transport = engine_of(model).transport
     assert isinstance(transport, DelayTransport)
@@ -75,7 +75,7 @@ def test_nothing_goes_around_the_wire():
 
 @on_ranks(2)
 def test_messages_are_those_of_the_plan_and_queue_in_its_order():
-    """The step's events, and what both wires carried for them."""
+    """Compares the step's events with the messages on both wires."""
     model, _ = trained("direct", delay=True)
     engine = engine_of(model)
     timeline = Timeline(engine.recorder)
@@ -102,12 +102,12 @@ def test_messages_are_those_of_the_plan_and_queue_in_its_order():
             assert took_s == pytest.approx(LATENCY_S + message.num_bytes / BYTES_PER_S)
     wires = [OnWire(m.issued_ns, m.starts_ns, m.done_ns) for m in (*gathers, *reductions)]
     pieces = [p for p in slices_of(entries, wires) if p.lane != "compute"]
-    assert len(pieces) == len(wires)  # every message has its event, and the one that waits
+    assert len(pieces) == len(wires)  # every message has its event, and one that waits
 
 
 @on_ranks(2)
 def test_a_wait_is_as_long_as_the_wire_and_sleeps():
-    """How long one gather and one reduction take where nothing computes, and the processor's."""
+    """Times one gather and one reduction without compute, and processor time."""
     model = fs.shard(chain().float(), wrap=["Block"], transport="direct")
     engine = engine_of(model)
     delayed(engine, 0.05, float("inf"))
@@ -123,16 +123,16 @@ def test_a_wait_is_as_long_as_the_wire_and_sleeps():
     out = torch.empty(full.numel() // 2)
     unit.transport.reduce([full]).sum_into([out])
     assert time.perf_counter() - start >= 0.05
-    assert issued_s < waited_s  # issuing does not wait
+    assert issued_s < waited_s  # issuing a message does not wait
     assert waited_s >= 0.05
     assert cpu_s < waited_s / 2
     assert out.unique().tolist() == [2.0]
 
 
-def test_where_nothing_travels_there_is_no_wire():
+def test_an_axis_of_size_one_has_no_wire():
     model = fs.shard(chain(), shard=1, transport="fake")
     engine = engine_of(model)
-    transport = delayed(engine, 60.0, 1.0)  # a step would take minutes
+    transport = delayed(engine, 60.0, 1.0)  # otherwise a step would take minutes
     mean_square(model(**vectors(0, 0))).backward()
     assert not transport.gathers.sent
     assert not transport.reductions.sent

@@ -33,7 +33,7 @@ def is_norm(module):
 
 
 def mixed(whole):
-    """A copy in bf16 whose norms are float32, by hooks of its own."""
+    """Returns a bf16 copy whose norms run in float32 through hooks."""
     model = copy.deepcopy(whole)
     for param in model.parameters():
         param.data = param.to(BF16)
@@ -67,7 +67,7 @@ def test_modules_in_float32_have_the_bits_of_an_emulation(name, transport):
     calls, fetch = [], engine.transport.fetch
     engine.transport.fetch = lambda fulls, unit="": calls.append(len(fulls)) or fetch(fulls, unit)
     CASES[name].loss(model(**float32_batch(name, 0, dist.get_rank()))).backward()
-    own = list(calls)  # whole_gradients uses an exchange of its own
+    own = list(calls)  # whole_gradients uses a separate exchange
     found = whole_gradients(model)
     wrong = [key for key in wanted if not torch.equal(found[key], wanted[key])]
     assert not wrong, wrong
@@ -77,7 +77,7 @@ def test_modules_in_float32_have_the_bits_of_an_emulation(name, transport):
     assert 2 in own
 
 
-def test_a_module_that_is_not_there_is_refused():
+def test_a_missing_module_is_refused():
     with pytest.raises(ConfigError, match=r"fp32_modules: .*'blocks.0.nrom'.*Did you mean"):
         fs.shard(Chain(3), param_dtype="bf16", fp32_modules=["blocks.0.nrom"])
 
@@ -109,7 +109,7 @@ def test_bf16_masters_accumulate_in_float32(strategy):
     for key, value in sums.items():
         assert torch.equal(found[key], value.to(BF16)), key
     for param in model.parameters():
-        param.grad.mul_(0.5)  # a change of what is shown counts
+        param.grad.mul_(0.5)  # changes through the shown gradient count
     case.loss(model(**float32_batch("chain", 0, rank, BF16))).backward()
     norm = fs.clip_grad_norm_(model, 1e-3)
     assert norm > 1e-3
@@ -131,7 +131,7 @@ def test_floating_point_buffers_alone_are_cast():
     model[0].register_buffer("part", model[1].running_mean[2:])
     fs.shard(model, buffer_dtype="fp64", wrap="none")
     model[1].running_mean.fill_(3.0)
-    assert (model[0].mean.sum(), model[0].part.sum()) == (12.0, 6.0)  # still on one memory
+    assert (model[0].mean.sum(), model[0].part.sum()) == (12.0, 6.0)  # still share memory
     assert model[1].running_mean.dtype is torch.float64
     assert model[1].num_batches_tracked.dtype is torch.int64
     assert {param.dtype for param in model.parameters()} == {FP32}
@@ -146,12 +146,12 @@ def test_outputs_are_cast_and_give_gradients():
     assert all(p.grad is not None for p in model.parameters())
 
 
-# ---- what is written into p.grad of a bf16 master counts ----------------------------------------
+# ---- writes into p.grad of a bf16 master ---------------------------------------------------------
 
 
 @on_ranks(2)
 def test_writes_into_gradients_of_bf16_masters_count():
-    """An old way to zero gradients, a scaler's division, and parameters that got nothing."""
+    """Covers zeroing in place, a scaler's division, and parameters without gradients."""
     model = fs.shard(perturbed(Chain(3)), master_dtype="bf16", param_dtype="fp16")
     x = float32_batch("chain", 0, dist.get_rank())["x"]
     model(x).square().mean().backward()
@@ -200,7 +200,7 @@ def accumulate(model, rank, share, *, used):
     ("transport", "used"), chequered(["direct", "c10d", "shared"], [True, False])
 )
 @on_ranks(2)
-def test_micro_batches_share_casts_with_a_graph_that_is_kept(transport, used):
+def test_micro_batches_share_casts_with_a_kept_graph(transport, used):
     alone = perturbed(Chain(4))
     model = fs.shard(copy.deepcopy(alone), transport=transport, poison=True)
     for _ in range(2):

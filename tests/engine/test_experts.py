@@ -1,6 +1,6 @@
-"""Experts on a mesh of their own: DTensors over ranks that have batches of their own.
+"""Experts on their own mesh: DTensors over ranks with different batches.
 
-transformers, or layers as torchtitan writes them, cut the experts and exchange the tokens; one
+transformers, or layers in torchtitan's style, shard the experts and exchange the tokens. One
 process in float64 is the reference.
 """
 
@@ -24,11 +24,11 @@ from support.experts import cut_as_transformers, mixtral, mixture_net, of, qwen,
 from support.other_axes import assert_numbers, check_steps, train_llama, train_net, vectors
 from support.ranks import on_ranks
 
-# ---- transformers'
+# ---- transformers
 
 
 def check_transformers(build, kind, sizes, settings=None, work=train_llama):
-    """Args: groups of experts and of the tensor axis; settings; None: transformers' own mesh."""
+    """Args: groups of experts and of the tensor axis; settings, or None for transformers' mesh."""
 
     def cut(model):
         dense = cut_as_transformers(model, *sizes)
@@ -43,11 +43,11 @@ def check_transformers(build, kind, sizes, settings=None, work=train_llama):
     [
         pytest.param(2, qwen, "sgd", (2, 1), marks=pytest.mark.long),
         pytest.param(2, mixtral, "adamw", (2, 1), marks=pytest.mark.long),
-        (4, qwen, "adamw", (2, 1)),  # experts on a mesh of their own
+        (4, qwen, "adamw", (2, 1)),  # experts on their own mesh
         pytest.param(4, mixtral, "sgd", (2, 1), marks=pytest.mark.long),
-        (4, qwen, "sgd", (2, 2)),  # beside a tensor axis
+        (4, qwen, "sgd", (2, 2)),  # with a tensor axis
         (4, mixtral, "adamw", (4, 2)),
-        (4, qwen, "adafactor", (2, 2)),  # whole matrices over all axes
+        (4, qwen, "adafactor", (2, 2)),  # full matrices over all axes
         pytest.param(4, mixtral, "adafactor", (2, 1), marks=pytest.mark.long),
         pytest.param(4, qwen, "adamw", (4, 1), marks=pytest.mark.long),
     ],
@@ -57,7 +57,7 @@ def test_experts_of_transformers_train_as_one_process(ranks, num_ranks, build, k
 
 
 def frozen_qwen():
-    """One layer's experts are frozen, and another's attention."""
+    """One layer's experts and another layer's attention are frozen."""
     model = qwen()
     for name, param in model.named_parameters():
         is_frozen = "layers.0.mlp.experts" in name or "layers.1.self_attn" in name
@@ -66,7 +66,7 @@ def frozen_qwen():
 
 
 def accumulate(model, step, seat):
-    """Two micro-batches; the first waits unreduced, or for the sum over replicas."""
+    """The first of two micro-batches waits unreduced, or for the sum over replicas."""
     is_alone = not hasattr(model, ATTRIBUTE)
     with nullcontext() if is_alone else fs.no_sync(model, outer_only=step == 1):
         train_llama(model, step + 50, seat)
@@ -88,11 +88,11 @@ def test_frozen_experts_and_accumulation_train_as_one_process(ranks, kind, setti
     ranks(4)(check_transformers, frozen_qwen, kind, (2, 1), settings, accumulate, timeout=300)
 
 
-# ---- transformers' experts, cut by fullshard
+# ---- experts of transformers, sharded by fullshard
 
 
 def starved_qwen():
-    """All tokens take the experts of the first rank of a group."""
+    """All tokens use the experts of the first rank of a group."""
     model = qwen()
     for layer in model.model.layers:
         layer.mlp.gate.register_forward_hook(lambda _, __, out: (*out[:2], out[2] * 0))
@@ -121,11 +121,11 @@ def test_experts_cut_by_fullshard_train_as_in_one_process(ranks, build, kind, se
 
 
 @on_ranks(2, timeout=100)
-def test_grouped_products_without_masks_are_those_of_one_process():
+def test_grouped_products_without_masks_equal_one_process():
     build = partial(of, "qwen3_moe", moe_intermediate_size=12, num_experts=4, num_experts_per_tok=2)
     alone, model = build().float(), build().float()
     for one in (alone, model):
-        one.set_experts_implementation("grouped_mm")  # which has no float64
+        one.set_experts_implementation("grouped_mm")  # it does not support float64
     fs.shard(model, expert=2)
     for seat in range(2):
         train_llama(alone, 0, seat)
@@ -135,7 +135,7 @@ def test_grouped_products_without_masks_are_those_of_one_process():
         torch.testing.assert_close(found, one.grad / 2, rtol=1e-4, atol=1e-6, msg=name)
 
 
-# ---- torch's own way
+# ---- experts in plain torch
 
 
 def mesh_of_experts(*sizes):
@@ -157,7 +157,7 @@ def check_net(kind, sizes, skips=False):
 @pytest.mark.short(1)
 @pytest.mark.parametrize(("kind", "skips"), [("sgd", False), ("adamw", True)])
 def test_a_rank_whose_experts_get_no_token_trains_with_the_others(ranks, kind, skips):
-    """Five experts on two ranks; those of the second get no token in one of the layers."""
+    """The second of two ranks gets no token for its experts in one layer."""
     ranks(4)(check_net, kind, (2, 2), skips, timeout=300)
 
 
@@ -189,7 +189,7 @@ def with_placement(mesh, placement):
 
 
 @on_ranks(4, timeout=100)
-def test_axes_that_experts_cannot_have_are_refused_by_name():
+def test_axes_that_experts_do_not_support_are_refused_by_name():
     mesh, model = mesh_of_experts(2, 2), mixture_net()
     spread(model, mesh["expert"])
     with pytest.raises(ConfigError, match="sample: expected a mesh of only the axes replicate and"):
@@ -209,15 +209,15 @@ def test_axes_that_experts_cannot_have_are_refused_by_name():
     swapped = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "shard"))
     with pytest.raises(ConfigError, match=r"in the order .replicate, shard, expert.*got .expert"):
         fs.shard(nn.Linear(4, 4), mesh=swapped)
-    fs.shard(model, mesh=mesh)  # nothing was changed
+    fs.shard(model, mesh=mesh)  # the model is unchanged
 
 
-# ---- numbers and whole tensors -------------------------------------------------------------------
+# ---- norms and full tensors ----------------------------------------------------------------------
 
 
 @on_ranks(4, timeout=100)
 def test_numbers_of_experts_count_every_element_once():
-    """Numbers of gradients count each element once; whole states go in and out."""
+    """Norms count each gradient element once; full states are saved and loaded."""
     alone, model, mesh = mixture_net(), mixture_net(), mesh_of_experts(2, 2)
     spread(model, mesh["expert"])
     fs.shard(model, mesh=mesh)
@@ -250,7 +250,7 @@ def test_an_infinity_in_one_expert_skips_the_step_of_all_ranks():
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(model(vectors(0, dist.get_rank())).pow(2).mean()).backward()
     if dist.get_rank() == 3:
-        for param in model.blocks[2][1].experts.parameters():  # this rank has elements of one
+        for param in model.blocks[2][1].experts.parameters():  # this rank has a part of it
             param.grad.to_local().fill_(float("inf"))
     before = {n: p.full_tensor() for n, p in model.named_parameters()}
     scaler.step(optimizer)

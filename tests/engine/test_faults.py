@@ -1,8 +1,8 @@
-"""Parity finds storage and reduction faults: each is injected from outside, once, and reported.
+"""The parity check reports storage and reduction faults, each injected once from outside.
 
-A fault is put into the living objects of one run (the transport that the engine holds, a unit's
-own methods) after the first step, so that the step before it must be clean and the step with it
-must not be. Without a fault the same check passes.
+A fault is injected into the live objects of one run (the engine's transport, methods of a unit)
+after the first step. The step before it must pass and the step with it must fail. Without a fault
+the same check passes.
 """
 
 import itertools
@@ -22,15 +22,15 @@ from support.ranks import on_ranks
 from support.reference import train_alone
 
 START = 1  # the step before which a fault is injected
-CALL = 3  # of fetch or reduce in that step: the second block's
+CALL = 3  # call of fetch or reduce in that step: the second block's
 UNIT = 2  # the second block
 
 
-# ---- what may go wrong in a gather ---------------------------------------------------------------
+# ---- faults of a gather --------------------------------------------------------------------------
 
 
 class Fetched:
-    """A gather that is done; `after` spoils its result."""
+    """A completed gather; `after` corrupts its result."""
 
     def __init__(self, fetch=None, after=None):
         self.fetch, self.after = fetch, after
@@ -43,7 +43,7 @@ class Fetched:
 
 
 def once(holder, name, faulty):
-    """Let `faulty(method, *args)` stand in for one call of a method, on this object alone."""
+    """Replaces one call of a method of this object by `faulty(method, *args)`."""
     method, calls = getattr(holder, name), itertools.count(1)
 
     def either(*args):
@@ -57,14 +57,14 @@ def is_last_rank():
 
 
 def stale_slot(engine, note):
-    """On one rank a gather leaves in the slot what was there."""
+    """On one rank a gather does not change its slot."""
     unit = engine.units[UNIT]
     gather = unit.start_gather
 
     def leaves_it():
         kept = [group.full.clone() for group in unit.groups]
         gather()
-        unit.wait()  # the peers' messages have to go somewhere
+        unit.wait()  # receives the peers' messages
         for group, before in zip(unit.groups, kept, strict=True):
             group.full.copy_(before)
         note()
@@ -74,7 +74,7 @@ def stale_slot(engine, note):
 
 
 def old_weights(engine, note):
-    """On one rank a gather brings its own part as it was before the last update."""
+    """On one rank a gather returns its own part from before the last update."""
     unit = engine.units[UNIT]
     old = [group.master.clone() for group in unit.groups]
     gather = unit.start_gather
@@ -94,7 +94,7 @@ def old_weights(engine, note):
 
 
 class NextSlot:
-    """Rings that give the neighbour's slot, of weights or of gradients."""
+    """Rings that return the neighbour's slot of weights or of gradients."""
 
     def __init__(self, engine, gradients):
         self.rings, self.gradients = engine.rings, gradients
@@ -115,7 +115,7 @@ def wrong_slot(engine, note, gradients=False):
 
 
 def skipped_gather(engine, note):
-    """No rank sends or receives anything."""
+    """No rank sends or receives messages."""
 
     def skips(fetch, fulls, unit):
         note()
@@ -125,7 +125,7 @@ def skipped_gather(engine, note):
 
 
 def part_of_a_wrong_rank(engine, note):
-    """On one rank its own part stands where a peer's belongs."""
+    """On one rank its own part replaces a peer's part."""
 
     def spoils(fetch, fulls, unit):
         parts, own = fulls[0].chunk(engine.plan.mesh.shard), engine.units[0].shard_index
@@ -136,11 +136,11 @@ def part_of_a_wrong_rank(engine, note):
         once(engine.transport, "fetch", spoils)
 
 
-# ---- what may go wrong in a reduction ------------------------------------------------------------
+# ---- faults of a reduction -----------------------------------------------------------------------
 
 
 class Summing:
-    """A reduction that writes its sums as `sum_into(outs)` says."""
+    """A reduction that writes its sums with `sum_into(outs)`."""
 
     def __init__(self, sum_into):
         self.sum_into = sum_into
@@ -154,14 +154,14 @@ def skipped_reduction(engine, note):
         note()
         return Summing(lambda outs: outs[0].copy_(own))
 
-    if engine.plan.mesh.shard == 1:  # there is only the sum over replicas
+    if engine.plan.mesh.shard == 1:  # only the sum over replicas exists
         once(engine.transport, "sum_replicas", lambda sum_replicas, values: iter([note()]))
     else:
         once(engine.transport, "reduce", skips)
 
 
 def lost_landing(engine, note):
-    """On one rank nothing is written where the sum belongs."""
+    """On one rank the sum is not written."""
 
     def loses(reduce, fulls):
         under_way = reduce(fulls)
@@ -190,7 +190,7 @@ def repeated_gradient(engine, note):
 
 
 def gradient_of_a_wrong_part(engine, note):
-    """On one rank the parts of a gradient go to the wrong ranks."""
+    """On one rank the parts of a gradient are sent to the wrong ranks."""
 
     def rolls(reduce, fulls):
         note()
@@ -207,7 +207,7 @@ def skipped_settling(engine, note):
 
 
 def lost_gradient(engine, note):
-    """On one rank a gradient is not collected, though its slot is reduced."""
+    """On one rank a gradient is not collected, but its slot is reduced."""
     gradients, unit = engine.gradients, engine.units[UNIT]
     collect = gradients.collect
 
@@ -215,7 +215,7 @@ def lost_gradient(engine, note):
         if of is unit and member is member.group.members[0]:
             gradient = torch.Tensor.grad.__get__(member.compute)
             lost = member.target if gradient is None else gradient
-            lost.zero_()  # where it was written, or where autograd put it
+            lost.zero_()  # the target, or the tensor of autograd
             note()
         return collect(of, member)
 
@@ -242,8 +242,8 @@ REDUCTIONS = {
     "lost gradient": lost_gradient,
 }
 FAULTS = {**GATHERS, **REDUCTIONS}
-SHOWN_BY_POISON = ("stale slot", "skipped gather")  # what was not written is NaN
-NOT_THERE = {  # where nothing is gathered or cut, and replicas sum whole buffers
+SHOWN_BY_POISON = ("stale slot", "skipped gather")  # unwritten elements are NaN
+NOT_THERE = {  # nothing is gathered or sharded, and replicas sum whole buffers
     "no_shard": (*GATHERS, "gradient of a wrong part", "skipped settling"),
 }
 
@@ -252,7 +252,7 @@ NOT_THERE = {  # where nothing is gathered or cut, and replicas sum whole buffer
 
 
 def report_of(case, settings, fault, wanted):
-    """What the parity check says of a run with a fault, and how often the fault struck here."""
+    """Returns the parity report of a run with a fault, and how often the fault was applied here."""
     struck = []
 
     def work(model, step, rank):
@@ -269,10 +269,9 @@ def report_of(case, settings, fault, wanted):
 
 
 def reports(name, strategy, poison, which):
-    """(lines, strikes) by fault on this rank; first of all, without one.
+    """Returns (lines, strikes) by fault on this rank; the first entry has no fault.
 
-    The faults are of slots that are filled; what can go wrong where ranks share one copy is in
-    test_shared_home.py.
+    These are faults of filled slots; test_shared_home.py covers ranks that share one copy.
     """
     settings = {"strategy": strategy, "poison": poison, "transport": "direct"}
     if strategy.startswith("hybrid"):
@@ -284,7 +283,7 @@ def reports(name, strategy, poison, which):
 
 
 def assert_caught(found, poison):
-    """Each fault struck, and was reported on every rank; `poison` says whether as NaN."""
+    """Each fault was applied and reported on every rank; `poison` says whether as NaN."""
     for fault in found[0]:
         strikes = sum(by_rank[fault][1] for by_rank in found)
         assert strikes, f"{fault} was never injected"
@@ -299,10 +298,10 @@ def assert_caught(found, poison):
             assert is_nan is poison, (fault, everything[:5])
 
 
-HALVES = [0, pytest.param(1, marks=pytest.mark.long)]  # short: one model has the other's half
+HALVES = [0, pytest.param(1, marks=pytest.mark.long)]  # each of two models has half of the faults
 
 
-@pytest.mark.short(1)  # with poison: of a language model, below
+@pytest.mark.short(1)  # with poison: tested on a language model below
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize(
     ("strategy", "world_size", "poison"),
@@ -321,7 +320,7 @@ def test_every_injected_fault_is_reported(ranks, strategy, world_size, poison, h
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
 def test_every_injected_fault_is_reported_where_shards_are_replicated(ranks, strategy):
     found = ranks(4)(reports, "chain", strategy, True, list(FAULTS), timeout=100)
-    assert_caught(found, poison=None)  # what is NaN here differs from the replica first
+    assert_caught(found, poison=None)  # replicas are compared before NaN is noticed
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -331,12 +330,12 @@ def test_faults_are_reported_on_a_language_model(ranks, half):
     assert_caught(found, poison=True)
 
 
-# ---- what no engine does wrong: data that come twice, weights that hide a fault ------------------
+# ---- faults outside the engine: equal data, weights that hide a fault ----------------------------
 
 
 @on_ranks(2)
-def test_a_rank_that_is_given_anothers_data_is_reported():
-    """Every rank is given the first rank's batch."""
+def test_a_rank_with_another_ranks_data_is_reported():
+    """Every rank gets the first rank's batch."""
     case = CASES["chain"]
     world_size = dist.get_world_size()
     wanted = train_alone(case.build, case.work, world_size=world_size)
@@ -346,7 +345,7 @@ def test_a_rank_that_is_given_anothers_data_is_reported():
 
 
 def report_of_unperturbed_weights():
-    """Whether the output is the same with a part of a wrong rank: weights all ones, perturbed."""
+    """Returns whether a wrong part changes the output: weights all ones, perturbed."""
     found = []
     for disturb in (False, True):
         norm = torch.nn.RMSNorm(256, dtype=torch.float64)
@@ -360,5 +359,5 @@ def report_of_unperturbed_weights():
     return found
 
 
-def test_weights_that_are_all_alike_hide_a_wrong_part(ranks):
+def test_equal_weights_hide_a_wrong_part(ranks):
     assert ranks(2)(report_of_unperturbed_weights)[-1] == [True, False]

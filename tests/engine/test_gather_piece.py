@@ -24,7 +24,7 @@ def model():
 @pytest.mark.parametrize("transport", ["direct", "c10d"])
 @pytest.mark.parametrize("sent_bytes", [64, 1 << 20])
 @on_ranks("num_ranks")
-def test_messages_of_a_gather_are_small_whatever_the_unit_contains(transport, sent_bytes):
+def test_messages_of_a_gather_are_small_for_any_unit(transport, sent_bytes):
     torch.manual_seed(0)
     ours = model()
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Which process groups a rank asks torch for: their number, and how NCCL's are made."""
+"""Process groups that a rank creates: their number, and options of NCCL's."""
 
 from contextlib import contextmanager
 from functools import wraps
@@ -30,11 +30,11 @@ from support.processes import python
 DENSE, ALONE = Mesh(128, 8), Mesh(1, 1024)
 FALLING = Mesh(2, 512, tuple(reversed(range(1024))))
 EXPERTS = DENSE.of_experts([tuple(range(at, at + 4)) for at in range(0, 1024, 4)])
-MADE = {  # of all ranks; for gathers, reductions and replicas of each mesh
+MADE = {  # one of all ranks; for gathers, reductions and replicas of each mesh
     (ALONE,): 1 + (1 + 1 + 0),
     (DENSE,): 1 + (1 + 1 + 1),
     (FALLING,): 1 + (1 + 1 + 1),
-    (DENSE, EXPERTS): 1 + (1 + 1 + 1) + (1 + 1 + 0),  # whose replicas are the dense ones
+    (DENSE, EXPERTS): 1 + (1 + 1 + 1) + (1 + 1 + 0),  # their replicas are the dense ones
     (DENSE, DENSE.unsharded()): 1 + (1 + 1 + 1) + (0 + 0 + 1),
 }
 ALL_OF_DENSE = 1 + (128 + 128 + 8)
@@ -42,7 +42,7 @@ ALL_OF_DENSE = 1 + (128 + 128 + 8)
 
 @contextmanager
 def alone(rank):
-    """Inside, this process is one of 1,024 ranks; yields what it gives torch for each group."""
+    """Context in which this process is one of 1,024 ranks; yields its arguments for each group."""
     dist.init_process_group("fake", rank=rank, world_size=1024, store=FakeStore())
     calls, make = [], c10d._new_process_group_helper
 
@@ -64,12 +64,12 @@ def transports(meshes):
 
 
 @pytest.mark.parametrize("meshes", MADE, ids=str)
-def test_a_rank_makes_its_own_groups_alone_and_each_once(meshes):
+def test_a_rank_creates_only_its_own_groups_and_each_once(meshes):
     named, layouts = {}, set()
     for rank in (0, 1, 777):
         with alone(rank) as calls:
             axes = [found.axes for found in transports(meshes)]
-            assert [found.axes for found in transports(meshes)] == axes  # of another model
+            assert [found.axes for found in transports(meshes)] == axes  # groups of another model
             assert len(calls) == MADE[meshes]
             for own, mesh in zip(axes, meshes, strict=True):
                 groups = own.gather_group, own.reduce_group, own.replicate_group
@@ -83,14 +83,14 @@ def test_a_rank_makes_its_own_groups_alone_and_each_once(meshes):
         for call in calls:
             ranks = call.global_ranks_in_group
             assert rank in ranks
-            # ranks meet in the store by this name: one per group, the same on all of its ranks
+            # the rendezvous name in the store: one per group, equal on all of its ranks
             assert named.setdefault(call.group_name, ranks) == ranks
         layouts.add(tuple(call.group_name.rpartition("_")[0] for call in calls))
-    assert len(layouts) == 1  # all ranks split NCCL's communicator in one order
+    assert len(layouts) == 1  # all ranks split NCCL's communicator in the same order
 
 
 def made_again():
-    """What ranks say over a group of the same ranks as one that was destroyed."""
+    """Exchanges values over a group of the same ranks as a destroyed one."""
     told, names = [], set()
     for purpose in ("first", "second"):
         group = own_group(purpose, [[0, 1]])
@@ -101,11 +101,11 @@ def made_again():
     return told
 
 
-def test_a_group_does_not_meet_by_the_name_of_one_that_was_destroyed(ranks):
+def test_a_new_group_does_not_reuse_the_name_of_a_destroyed_one(ranks):
     assert ranks(2)(made_again, timeout=20) == [[[0, 1], [0, 1]]] * 2
 
 
-def test_groups_that_one_split_would_join_are_made_one_by_one():
+def test_groups_that_one_split_would_merge_are_created_one_by_one():
     with patch.object(c10d, "_process_group_color", lambda _: 7):
         for rank in (0, 777):
             with alone(rank) as calls:
@@ -113,7 +113,7 @@ def test_groups_that_one_split_would_join_are_made_one_by_one():
             assert len(calls) == ALL_OF_DENSE
 
 
-def test_groups_of_nccl_have_streams_of_high_priority_and_the_time_out_of_all_ranks():
+def test_nccl_groups_have_high_priority_streams_and_the_default_time_out():
     nccl, device = SimpleNamespace(Options=SimpleNamespace), torch.device("cuda", 3)
     with (
         alone(0) as calls,
@@ -132,7 +132,7 @@ def test_groups_of_nccl_have_streams_of_high_priority_and_the_time_out_of_all_ra
     assert len({id(call.backend_options) for call in calls}) == 4  # torch writes ranks into them
 
 
-# ---- the device of a rank; answers about GPUs are replaced, since there is none here
+# ---- the device of a rank; torch's answers about GPUs are replaced
 
 ON_BOTH = "cpu:gloo,cuda:nccl"
 
@@ -157,7 +157,7 @@ def test_a_group_must_serve_the_device_of_the_model(backend, device, said):
     assert resolved(ON_BOTH, "cuda") is TransportKind.C10D
 
 
-def test_a_model_that_was_left_on_the_cpu_beside_gpus_is_named(caplog):
+def test_a_model_left_on_the_cpu_of_a_gpu_machine_is_named(caplog):
     with patch.object(dist, "get_rank", lambda: 0):
         assert resolved("cpu:gloo", "cpu", "direct") is TransportKind.DIRECT
         assert not caplog.messages
@@ -177,7 +177,7 @@ def test_a_model_on_meta_goes_to_the_device_that_the_group_was_given(monkeypatch
 
 
 @pytest.mark.parametrize(("device", "kind"), [("cpu", "direct"), ("cuda", "c10d")])
-def test_sums_before_there_is_an_engine_are_sent_by_the_group_of_the_device(device, kind):
+def test_sums_before_the_engine_exists_use_the_group_of_the_device(device, kind):
     made = []
     with patch.object(wrapping, "make_transport", lambda given, _: made.append(given.transport)):
         wrapping.early_transport(Mesh(1, 2), torch.device(device))
@@ -199,5 +199,5 @@ threading.Thread(target=free, daemon=True).start()
 """
 
 
-def test_a_process_ends_only_when_the_threads_of_gloo_sleep():
+def test_a_process_exits_only_when_the_threads_of_gloo_sleep():
     assert python("-c", AT_WORK_AT_EXIT).stdout == "freed\n"

@@ -1,4 +1,4 @@
-"""What functions a shard may meet: those that treat elements one by one, and no other."""
+"""Functions that accept a shard: those that treat elements one by one, and no others."""
 
 import math
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Function = Callable[[torch.Tensor], Any]
 
 
 def trained(**config):
-    """A sharded model after a backward."""
+    """Returns a sharded model after a backward."""
     run, model = sharded_run(**config)
     run.loss(model, 0).backward()
     return run, model
@@ -86,7 +86,7 @@ def _operators_in_place(p):
 
 @torch.no_grad()
 def elementwise(run):
-    """Every function on a parameter and on a gradient; whole results."""
+    """Applies every function to a parameter and to a gradient; returns full results."""
     model = run.shard(run.model())
     with torch.enable_grad():
         run.loss(model, 0).backward()
@@ -103,12 +103,12 @@ def elementwise(run):
     return run.result(model, **results)
 
 
-def test_elementwise_functions_give_the_shard_of_the_result(ranks):
+def test_elementwise_functions_return_the_shard_of_the_result(ranks):
     ranks(2)(compare, elementwise)
 
 
 @on_ranks(2)
-def test_a_plain_tensor_takes_dtype_and_device_of_a_shard_alone():
+def test_a_plain_tensor_takes_only_dtype_and_device_from_a_shard():
     _, model = trained()
     plain = torch.ones(3, 2, dtype=torch.float32, requires_grad=True)
     for tensor in (model.blocks[1].mid.weight, model.scale):
@@ -184,7 +184,7 @@ def _assign_slice(p):
 
 
 def refusals():
-    """The errors, and proof that no element changed."""
+    """Returns the errors, and checks that no element changed."""
     _, model = trained()
     weight = model.blocks[0].mid.weight
     before = weight.detach().to_local().clone()
@@ -219,7 +219,7 @@ def test_shards_of_other_elements_do_not_mix():
     one, two = fs.sharding(first), fs.sharding(second)
     assert (one.start, one.stop) != (two.start, two.stop)
     blocks = run.shard(run.model()).blocks
-    twin, other = blocks[0].up.weight, blocks[1].up.weight  # of two units, cut alike
+    twin, other = blocks[0].up.weight, blocks[1].up.weight  # of two units, sharded alike
     other.data.copy_(twin.data)
     assert (other.full_tensor() - twin.full_tensor()).abs().max() == 0
     mid, down = blocks[0].mid.weight, blocks[0].down.weight
@@ -231,7 +231,7 @@ def test_shards_of_other_elements_do_not_mix():
     assert texts[1].startswith("ShardedTensorError: _foreach_add: ")
 
 
-# ---- where nothing is cut ---------------------------------------------------------------------
+# ---- parameters that are not sharded ----------------------------------------------------------
 
 RANDOM = ("dropout", "randn_like", "normal_", "nn.init.normal_", "nn.init.xavier_uniform_")
 AUTOGRAD = (
@@ -246,7 +246,7 @@ AUTOGRAD = (
 
 @torch.no_grad()
 def on_whole_parameters(run):
-    """Every function that shards refuse, on parameters that no rank cuts."""
+    """Applies every function that shards refuse to unsharded parameters."""
     model = run.shard(run.model(), strategy="no_shard")
     weight = model.blocks[0].mid.weight
     skipped = ("item", "bool", "float", "share_memory_", "layer_norm", "new_tensor", *AUTOGRAD)
@@ -260,12 +260,12 @@ def on_whole_parameters(run):
     return {name: r for name, r in results.items() if isinstance(r, torch.Tensor | float | bool)}
 
 
-def test_where_nothing_is_cut_all_but_random_fills_pass(ranks):
+def test_unsharded_parameters_accept_all_functions_but_random_fills(ranks):
     ranks(2)(compare, on_whole_parameters)
 
 
 class Seen(torch.autograd.Function):
-    """Looks at a weight and has no gradient for it."""
+    """Reads a weight but returns no gradient for it."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -277,7 +277,7 @@ class Seen(torch.autograd.Function):
 
 
 class Summed(torch.autograd.Function):
-    """The guard does not see what a custom function is given."""
+    """The guard does not see the arguments of a custom function."""
 
     @staticmethod
     def forward(ctx, x):
@@ -289,7 +289,7 @@ class Summed(torch.autograd.Function):
 
 
 @on_ranks(2)
-def test_a_loss_of_parts_at_rest_is_refused():
+def test_a_loss_of_shards_outside_forward_is_refused():
     texts = []
     for strategy in ("full_shard", "no_shard"):
         run, model = trained(strategy=strategy)
@@ -321,7 +321,7 @@ def test_a_loss_of_parts_at_rest_is_refused():
 
 @torch.no_grad()
 def writes_without_the_guard(run):
-    """Rows and views of parameters that no rank cuts are written between steps."""
+    """Writes rows and views of unsharded parameters between steps."""
     model = run.shard(run.model(), strategy="no_shard")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
@@ -335,11 +335,11 @@ def writes_without_the_guard(run):
     return run.result(model)
 
 
-def test_rows_of_parameters_that_are_not_cut_may_be_written_between_steps(ranks):
+def test_rows_of_unsharded_parameters_may_be_written_between_steps(ranks):
     ranks(2)(compare, writes_without_the_guard)
 
 
-# ---- numbers of the whole ---------------------------------------------------------------------
+# ---- numbers of full tensors ------------------------------------------------------------------
 
 NUMBERS: dict[str, Function] = {
     "sum": lambda x: x.sum(),
@@ -372,7 +372,7 @@ NUMBERS: dict[str, Function] = {
 
 
 def numbers_of(run, **config):
-    """All numbers of parameters and gradients, whole, with NaN, and with infinities."""
+    """Returns all numbers of full parameters and gradients, with NaN, and with infinities."""
     model = run.shard(run.model(), **config)
     run.loss(model, 0).backward()
     tensors = [model.blocks[1].mid.weight, model.blocks[1].up.bias, model.scale]
@@ -385,7 +385,7 @@ def numbers_of(run, **config):
                     tensor[tensor == tensor.detach().abs().max()] = bad
             for name, function in NUMBERS.items():
                 if name in ("std", "var") and (tensor is tensors[2] or tensor is tensors[5]):
-                    continue  # of one element torch warns
+                    continue  # torch warns of one element
                 value = function(tensor).detach()
                 assert type(value) is torch.Tensor, name
                 found.setdefault(f"{name} {bad}", []).append([str(value.dtype), value])
@@ -394,7 +394,7 @@ def numbers_of(run, **config):
 
 @pytest.mark.short(2)
 @pytest.mark.parametrize("transport", ["shared", "direct", "c10d", "no_shard", "replicas"])
-def test_numbers_of_parameters_and_gradients_are_those_of_the_whole(ranks, transport):
+def test_numbers_of_parameters_and_gradients_are_those_of_full_tensors(ranks, transport):
     strategies = {"no_shard": "no_shard", "replicas": "hybrid_shard"}
     config: dict[str, Any] = {"transport": transport}
     if transport in strategies:
@@ -404,8 +404,8 @@ def test_numbers_of_parameters_and_gradients_are_those_of_the_whole(ranks, trans
 
 
 @on_ranks(2)
-def test_finite_gradients_and_sums_of_squares_are_known_on_one_rank_alone():
-    """What the cached norms know is told on one rank alone: another's question would hang."""
+def test_one_rank_alone_can_ask_for_finiteness_and_sums_of_squares():
+    """Answers come from cached norms: a collective on one rank would hang."""
     _, model = trained()
     if rank() == 0:
         for p in model.parameters():
@@ -418,13 +418,13 @@ def test_finite_gradients_and_sums_of_squares_are_known_on_one_rank_alone():
 @pytest.mark.parametrize(
     ("num_steps", "said"),
     [
-        (1, "expected the same call on every rank"),  # the other one asks for the order of units
+        (1, "expected the same call on every rank"),  # the other rank asks for the order of units
         (2, "which this rank did not reach"),
     ],
 )
 @on_ranks(2)
-def test_a_question_that_one_rank_asks_alone_is_refused_on_all(num_steps, said):
-    """Rank 0 asks for what no rank knows by itself; the other goes on to its next forward."""
+def test_a_collective_question_of_one_rank_is_refused_on_all(num_steps, said):
+    """Rank 0 asks for a value that needs all ranks; the other starts its next forward."""
     run, model = trained()
     for _ in range(num_steps - 1):
         run.loss(model, 0).backward()
@@ -445,11 +445,11 @@ def test_questions_that_differ_between_ranks_are_refused_on_all():
     assert "expected the same call on every rank" in text
 
 
-# ---- what a shard shows -----------------------------------------------------------------------
+# ---- how a shard is displayed -----------------------------------------------------------------
 
 
 def shown():
-    """Every tensor's own account of itself."""
+    """Returns reprs and properties of tensors."""
     _, model = trained()
     weight = model.blocks[0].mid.weight
     assert isinstance(weight, ShardedParameter)
@@ -482,7 +482,7 @@ def _set_data(tensor, data):
 
 @on_ranks(2)
 def test_a_gradient_stays_the_view_that_the_next_backward_fills():
-    """p.grad is one object, its memory the flat gradient shard, unless somebody keeps it."""
+    """p.grad stays one view of the flat gradient shard unless the user keeps it."""
     run, model = trained()
     weight = model.blocks[0].mid.weight
     first = weight.grad
@@ -509,7 +509,7 @@ def test_a_gradient_stays_the_view_that_the_next_backward_fills():
 
 @pytest.mark.parametrize("kind", [nn.Parameter, torch.Tensor])
 @on_ranks(2)
-def test_plain_tensors_beside_sharded_models_are_left_alone(kind):
+def test_plain_tensors_are_unaffected_by_sharded_models(kind):
     trained()
     plain = torch.ones(3)
     tensor = nn.Parameter(plain) if kind is nn.Parameter else plain

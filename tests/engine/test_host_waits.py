@@ -19,7 +19,7 @@ from support.models import CHAIN
 from support.ranks import on_ranks
 
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "item", "is_nonzero"}
-READS = {"tolist", "numpy", "cpu", "__array__"}  # no operations on a CPU
+READS = {"tolist", "numpy", "cpu", "__array__"}  # not operations on a CPU
 
 
 class HostWaits(TorchDispatchMode):
@@ -57,7 +57,7 @@ class HostWaits(TorchDispatchMode):
 def host_reads(found):
     """Context that records reads of tensors without an operation.
 
-    Methods are replaced, because function modes are off in what autograd calls.
+    Replaces methods, because function modes are disabled in calls from autograd.
     """
 
     def noting(name, read):
@@ -125,7 +125,7 @@ def test_no_step_waits_for_its_device(settings, clip):
     case = CHAIN
     with patch.object(
         groups, "first_tag", lambda: 0
-    ):  # as over NCCL, where ranks compare no messages
+    ):  # as over NCCL, where ranks do not compare messages
         model = fs.shard(case.build(), **settings)
     elementwise = partial(torch.optim.SGD, lr=1e-3, momentum=0.9, foreach=True)
     optimizer = elementwise(model.parameters())
@@ -134,8 +134,8 @@ def test_no_step_waits_for_its_device(settings, clip):
     found = []
     for step in range(4):
         batch = case.batch(step, dist.get_rank())
-        around = watched(model) if step >= 2 else nullcontext()  # the order is learned until then
-        with around as mode, patch.object(engine, "STEPS", 2):  # replicas are compared, too
+        around = watched(model) if step >= 2 else nullcontext()  # the order is learned by then
+        with around as mode, patch.object(engine, "STEPS", 2):  # replicas are compared as well
             with fs.no_sync(model):
                 case.loss(model(**batch)).backward()
             case.loss(model(**batch)).backward()
@@ -158,12 +158,12 @@ def a_host_that_waits():
     return mode.found
 
 
-def test_what_waits_is_seen():
+def test_operations_that_wait_are_detected():
     assert len(a_host_that_waits()) == 6
 
 
 class Crossing:
-    """A tensor of a GPU or of the host's memory; notes how it is copied."""
+    """A tensor of a GPU or of the host's memory that records how it is copied."""
 
     is_cuda = True
 
@@ -177,7 +177,7 @@ class Crossing:
     to = copy_ = noting
 
 
-def test_numbers_cross_through_pinned_memory_and_are_not_waited_for(monkeypatch):
+def test_numbers_are_copied_through_pinned_memory_without_waiting(monkeypatch):
     noted = []
     tensor, pinned = Crossing(noted), {"pin_memory": True}
     monkeypatch.setattr(torch, "tensor", lambda *_, dtype, **how: tensor.noting(**how))

@@ -1,4 +1,4 @@
-"""Forwards and writes inside a backward: hooks evaluate what one process computes."""
+"""Forwards and writes inside a backward: hooks evaluate the same as in one process."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,9 +21,9 @@ def sharded(setting):
 
 
 def evaluated_in_backwards(student, teacher, ranks):
-    """A teacher that follows its student is evaluated in a hook, the student after backward."""
+    """Evaluates a teacher that follows its student in a hook, the student after backward."""
     seen, optimizer = [], torch.optim.SGD(student.parameters(), lr=0.5)
-    kept = teacher(batch(0, 0))  # a graph that waits for a backward, for which no forward runs
+    kept = teacher(batch(0, 0))  # a graph that waits for its backward
 
     def look(model, *, trains=False):
         time.sleep(0.02 * dist.get_rank())  # the other rank may write meanwhile
@@ -47,7 +47,7 @@ def evaluated_in_backwards(student, teacher, ranks):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @on_ranks(2)
-def test_an_evaluation_in_a_hook_of_a_backward_sees_what_was_written_before(setting):
+def test_an_evaluation_in_a_backward_hook_sees_earlier_writes(setting):
     models = [sharded(setting) for _ in range(2)]
     ours = evaluated_in_backwards(*models, [dist.get_rank()])
     torch.testing.assert_close(ours, evaluated_in_backwards(made(Chain), made(Chain), range(2)))
@@ -55,7 +55,7 @@ def test_an_evaluation_in_a_hook_of_a_backward_sees_what_was_written_before(sett
 
 @pytest.mark.parametrize("setting", ["c10d", "shared"])
 @on_ranks(2)
-def test_a_write_inside_a_backward_that_would_read_it_is_refused(setting):
+def test_a_write_that_the_same_backward_would_read_is_refused(setting):
     model = sharded(setting)
 
     def write(_):
@@ -73,10 +73,10 @@ def test_a_write_inside_a_backward_that_would_read_it_is_refused(setting):
 
 @pytest.mark.parametrize("setting", ["c10d", "no_shard"])
 @on_ranks(2)
-def test_a_hook_of_a_backward_reads_no_gradient_of_one_rank(setting):
+def test_a_backward_hook_never_reads_an_unreduced_gradient(setting):
     model: Any = sharded(setting)
     x = batch(dist.get_rank())
-    modules = [model.head, model.layers[1].linear]  # gradients wait, or move at once
+    modules = [model.head, model.layers[1].linear]  # gradients wait, or are moved immediately
     for module in modules:
         seen: list[Any] = []
         read = partial(lambda seen, module, *_: seen.append(module.weight.grad), seen, module)
@@ -97,7 +97,7 @@ def test_a_hook_of_a_backward_reads_no_gradient_of_one_rank(setting):
 
 
 class InThreads(Layer):
-    """Autograd mixes the nodes of its layers, which have the same numbers."""
+    """Layers whose autograd nodes have equal sequence numbers, in different threads."""
 
     def forward(self, x):
         with ThreadPoolExecutor(1) as pool:
@@ -105,7 +105,7 @@ class InThreads(Layer):
 
 
 def guided_by_itself(model, x):
-    """The model is called in the middle of its own backward."""
+    """Calls the model in the middle of its own backward."""
 
     def guide(gradient):
         y = x.detach().requires_grad_()
@@ -120,7 +120,7 @@ def guided_by_itself(model, x):
 
 
 @on_ranks(2)
-def test_a_slot_that_is_needed_for_two_units_at_once_is_refused_on_all_ranks():
+def test_needing_one_slot_for_two_units_is_refused_on_all_ranks():
     for build, work in ((Chain, guided_by_itself), (partial(Chain, InThreads), square)):
         said = said_of(build, lambda *of, work=work: work(*of).backward())
         assert all("expected its slot to be free; it contains" in text for text in said[:2]), said

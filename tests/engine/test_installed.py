@@ -27,7 +27,7 @@ dist.destroy_process_group()
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ten_lines_run_under_torchrun_where_pip_installed_them(tmp_path):
-    """`pip install .` beside an existing torch, nothing of the checkout on the path."""
+    """Runs `pip install .` with an existing torch; the checkout is not on the path."""
     root = Path(__file__).parents[2]
     script, site = tmp_path / "train.py", tmp_path / "site"
     script.write_text(TEN_LINES)

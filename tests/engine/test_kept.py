@@ -1,4 +1,4 @@
-"""Losses that modules keep as attributes enter their units as outputs do."""
+"""Losses that modules keep as attributes enter their units like outputs."""
 
 import contextlib
 import copy
@@ -27,7 +27,7 @@ WIDTH = 8
 
 
 class Router(nn.Module):
-    """Has a loss of its own, which it does not return."""
+    """Keeps its own loss without returning it."""
 
     def __init__(self, how):
         super().__init__()
@@ -61,7 +61,7 @@ def built(how):
 
 
 def backward(model, step, rank):
-    """Of the output's loss and the kept ones; in the second step, of kept losses alone."""
+    """Backward of the output's loss plus kept losses; in the second step, of kept losses only."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     output = model(torch.randn(4, WIDTH, generator=generator, dtype=torch.float64))
     kept = [block.router.loss() for block in list(model)[:5]]
@@ -81,7 +81,7 @@ def backward(model, step, rank):
     ),
 )
 @on_ranks(2)
-def test_a_loss_that_a_module_keeps_has_one_processs_gradients(how, settings):
+def test_a_loss_kept_by_a_module_has_the_gradients_of_one_process(how, settings):
     assert_parity(partial(built, how), backward, {"wrap": ["Block"], **settings}, kinds=("sgd",))
 
 
@@ -126,7 +126,7 @@ def test_functions_that_wrap_a_module_are_kept_without_its_weights(transport):
 
 
 class Unchecked(torch.autograd.Function):
-    """A product whose backward keeps the weight where autograd does not look."""
+    """A product whose backward keeps the weight without autograd's checks."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -139,7 +139,7 @@ class Unchecked(torch.autograd.Function):
 
 
 class Teller(nn.Module):
-    """Gives a loss to a list that is no attribute, made after its output."""
+    """Appends a loss, made after its output, to a list that is not an attribute."""
 
     def __init__(self, tell, product=torch.matmul):
         super().__init__()
@@ -155,8 +155,8 @@ class Teller(nn.Module):
 @pytest.mark.parametrize("transport", ["direct", "c10d"])
 @pytest.mark.parametrize("depth", [0, 1])
 @on_ranks(2)
-def test_weights_are_not_read_while_their_slot_is_anothers(transport, depth):
-    """A backward that reads weights of a unit which it has not entered; the next one is right."""
+def test_weights_are_not_read_while_another_unit_uses_their_slot(transport, depth):
+    """Backward reads weights of a unit that it has not entered; the next backward is right."""
     settings = {"transport": transport, "forward_prefetch": depth, "backward_prefetch": depth}
     torch.manual_seed(0)
     told: list[torch.Tensor] = []
@@ -202,8 +202,8 @@ class OfArray(Unchecked):
     ],
 )
 @on_ranks(2)
-def test_a_gradient_that_comes_while_the_slot_is_anothers_is_an_error(product, wanted):
-    """In a backward of such losses alone, where autograd checks nothing."""
+def test_a_gradient_while_another_unit_uses_the_slot_is_an_error(product, wanted):
+    """Covers a backward of only such losses, in which autograd checks nothing."""
     told: list[torch.Tensor] = []
     model = nn.Sequential(*(Teller(told, product.apply) for _ in range(5)))
     fs.shard(model, wrap=["Teller"], transport="direct")(torch.randn(4, WIDTH))
@@ -215,7 +215,7 @@ KEEPS = {
     "itself": lambda w: w,
     "transposed": lambda w: w.t().t(),
     "detached": torch.Tensor.detach,
-    "placed": lambda w: w,  # a DTensor
+    "placed": lambda w: w,  # as a DTensor
 }
 
 
@@ -225,8 +225,8 @@ def local(tensor):
 
 @pytest.mark.parametrize(("transport", "how"), chequered(["direct", "c10d", "shared"], KEEPS, 4))
 @on_ranks(2)
-def test_a_weight_that_a_hook_keeps_is_never_that_of_another_unit(transport, how):
-    """Which weights that hooks kept are others after the forward, and what reading them says."""
+def test_a_weight_kept_by_a_hook_never_shows_another_units_values(transport, how):
+    """Finds kept weights that differ after the forward, and the errors of reading them."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5)))
     whole = [layer.weight.detach().clone() for layer in model]
@@ -240,7 +240,7 @@ def test_a_weight_that_a_hook_keeps_is_never_that_of_another_unit(transport, how
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("shard", "tensor"))
         parallelize_module(model, mesh["tensor"], {str(at): ColwiseParallel() for at in kept})
         settings["mesh"] = mesh["shard"]
-    fs.shard(model, wrap=["Linear"], transport=transport, **settings)  # its hook comes after these
+    fs.shard(model, wrap=["Linear"], transport=transport, **settings)  # its hook runs after these
     said, wrong = [], []
     modes = (torch.device("cpu"), FlopCounterMode(display=False), contextlib.nullcontext())
     for mode, grad in ((mode, grad) for mode in modes for grad in (False, True)):
@@ -260,18 +260,16 @@ def test_a_weight_that_a_hook_keeps_is_never_that_of_another_unit(transport, how
 
 class Transposing(nn.Linear):
     def forward(self, input):
-        return input @ self.weight.t()  # which autograd keeps for backward
+        return input @ self.weight.t()  # autograd saves it for backward
 
 
 @pytest.mark.parametrize(
     ("start", "wanted"),
-    [(0, [(5, 0)] * 6), (4, [(0, 0)] * 4 + [(0, 3)] * 2)],  # later ones are not noticed
+    [(0, [(5, 0)] * 6), (4, [(0, 0)] * 4 + [(0, 3)] * 2)],  # later ones are not detected
 )
 @on_ranks(2)
-def test_views_kept_from_the_first_step_on_are_refused_and_autograds_are_no_kept_views(
-    start, wanted
-):
-    """Per step: units that search for kept views, and kept weights that read as another unit's."""
+def test_views_kept_by_hooks_are_refused_but_not_those_of_autograd(start, wanted):
+    """Counts, per step, units that search for kept views, and kept weights with wrong values."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Transposing(WIDTH, WIDTH, bias=False) for _ in range(5)))
     whole = [layer.weight.detach().clone() for layer in model]
@@ -295,13 +293,13 @@ def test_views_kept_from_the_first_step_on_are_refused_and_autograds_are_no_kept
     assert found == wanted
 
 
-def test_what_may_hold_tensors_is_looked_at_and_nothing_else():
+def test_only_attributes_that_may_hold_tensors_are_scanned():
     module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
     inner = module[1]
     kept = ModuleTensors(own_modules(module, {id(inner)}))
     module.late, inner.other, module.name, module.history = None, torch.ones(1), "x", []
     assert kept.values() == []
-    module.late = loss = torch.ones(1)  # no new attribute: it was None
+    module.late = loss = torch.ones(1)  # not a new attribute: it was None
     module.history.extend([0.0] * (MAX_ITEMS + 1))
     assert [value is loss for value in kept.values()] == [True]
     module.more = parts = [loss]
@@ -309,14 +307,14 @@ def test_what_may_hold_tensors_is_looked_at_and_nothing_else():
 
 
 class Normalized(nn.Embedding):
-    """Its backward reads the weight, as that of an embedding does not."""
+    """Its backward reads the weight, unlike that of an embedding."""
 
     def forward(self, input):
         return nn.functional.embedding(input, nn.functional.normalize(self.weight, dim=-1))
 
 
 @on_ranks(2)
-def test_an_embedding_that_computes_with_its_weight_has_it_in_backward():
+def test_an_embedding_that_computes_with_its_weight_can_read_it_in_backward():
     def build():
         torch.manual_seed(0)
         return nn.Sequential(Normalized(11, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(3)))

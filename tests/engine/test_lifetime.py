@@ -1,4 +1,4 @@
-"""A sharded model that is deleted leaves nothing behind: memory, hooks, groups, threads."""
+"""A deleted sharded model leaves no memory, hooks, groups or threads behind."""
 
 import contextlib
 import gc
@@ -44,14 +44,14 @@ def test_deleted_model_is_freed_without_a_process_group():
     assert engine() is None
 
 
-def test_the_memory_of_a_deleted_model_is_not_taken_besides_that_of_a_new_one(monkeypatch):
-    """Ten calls of `generate` mapped ten models."""
+def test_memory_of_a_deleted_model_is_freed_before_a_new_one_is_mapped(monkeypatch):
+    """Otherwise ten calls of `generate` would map ten models."""
     monkeypatch.setattr(shard, "LARGE_BYTES", 2000)
     gc.disable()
     try:
         engine = weakref.ref(engine_of(_trained("auto")))
         fs.shard(nn.Linear(2, 2))
-        assert engine() is not None  # a small model is not worth a search
+        assert engine() is not None  # a small model does not trigger the search
         fs.shard(nn.Linear(16, 16))
         assert engine() is None
     finally:
@@ -59,7 +59,7 @@ def test_the_memory_of_a_deleted_model_is_not_taken_besides_that_of_a_new_one(mo
 
 
 @pytest.mark.parametrize("keeps", ["a hook", "an attribute"])
-def test_a_deleted_model_is_freed_that_refers_to_its_optimizer(keeps):
+def test_a_deleted_model_that_refers_to_its_optimizer_is_freed(keeps):
     models = [fs.shard(nn.Linear(4, 4)) for _ in range(2)]
     optimizer = torch.optim.SGD([{"params": [*model.parameters()]} for model in models], lr=0.1)
     if keeps == "a hook":
@@ -69,7 +69,7 @@ def test_a_deleted_model_is_freed_that_refers_to_its_optimizer(keeps):
     for model in models:
         model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    optimizer.zero_grad()  # what refers to itself through p.grad is never freed, as torch has it
+    optimizer.zero_grad()  # as in torch, a cycle through p.grad is never freed
     freed = [weakref.ref(models[0].weight), weakref.ref(models[1].weight)]
     del optimizer.param_groups[1], models[1], model
     optimizer.step()
@@ -81,7 +81,7 @@ def test_a_deleted_model_is_freed_that_refers_to_its_optimizer(keeps):
 
 
 def _thawed(*, backward):
-    """Its frame has the model when the error is raised."""
+    """Its frame refers to the model when the error is raised."""
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     weight = model[0].weight.requires_grad_(False)
     engine = weakref.ref(engine_of(fs.shard(model)))
@@ -94,15 +94,15 @@ def _thawed(*, backward):
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_what_was_made_of_a_thawed_parameter_keeps_no_model_alive(backward):
+def test_tensors_made_of_an_unfrozen_parameter_keep_no_model_alive(backward):
     engine = _thawed(backward=backward)
     gc.collect()
     assert engine() is None
 
 
 @pytest.mark.parametrize("param_dtype", [None, "bf16"])
-def test_a_transport_that_refers_to_the_engine_keeps_no_model_alive(param_dtype):
-    """As copies of offloaded shards do on a device with streams."""
+def test_a_transport_with_a_reference_to_the_engine_keeps_no_model_alive(param_dtype):
+    """Copies of offloaded shards on a device with streams have such a reference."""
     model = fs.shard(nn.Linear(8, 8), param_dtype=param_dtype)
     engine = engine_of(model)
     engine.home.await_reads = lambda engine=engine: None

@@ -1,4 +1,4 @@
-"""A model with its state on disk, in a memory group (cgroup) that its weights do not fit into.
+"""A model with its state on disk, in a memory group (cgroup) smaller than its weights.
 
 A process of its own builds the model from random weights, trains it for two steps and exports it.
 Its anonymous memory is compared with the plan and with what the process took after a smaller model.
@@ -17,7 +17,7 @@ import pytest
 from support.memory_groups import MIB, memory_group
 from support.sizes import sizes_of
 
-LIMIT_MIB = 560  # modules: about 360; slots and buffers: 77; weights would be 204 more
+LIMIT_MIB = 560  # modules: about 360; slots and buffers: 77; the weights would add 204
 ROOT = Path(__file__).parents[2]
 SIZES = sizes_of(512, 1408, 8, 8, vocab_size=2048)
 NUM_LAYERS = 16
@@ -56,7 +56,7 @@ class NoTokenizer:
 
 
 def life(num_layers, folder):
-    """From random weights to the exported model; bytes planned in memory, and of the weights."""
+    """Trains from random weights to an export; returns planned bytes, and those of the weights."""
     import torch
     import transformers
 

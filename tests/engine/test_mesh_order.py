@@ -1,4 +1,4 @@
-"""A DeviceMesh says which rank is where; ranks need not be numbered row by row."""
+"""A DeviceMesh defines the place of each rank; ranks need not be numbered row by row."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ def device_mesh(order=ORDER):
 
 
 def first_half(model):
-    """Which ranks hold a parameter that lies in the first half of its unit."""
+    """Returns the ranks with elements of a parameter in the first half of its unit."""
     (param,) = (p for n, p in model.named_parameters() if n.endswith("0.up.weight"))
     found: list[bool] = [False] * dist.get_world_size()
     dist.all_gather_object(found, param.numel() > 0)

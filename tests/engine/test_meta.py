@@ -1,4 +1,4 @@
-"""A model on meta gets the values that it has unsharded, on any number of ranks."""
+"""A model on meta gets the same initial values as an unsharded one, on any number of ranks."""
 
 import json
 import weakref
@@ -88,7 +88,7 @@ def test_hugging_face_models_are_initialised_as_unsharded(kind):
 
 
 class Own(nn.Module):
-    """A module of one's own, whose parts initialise themselves."""
+    """A custom module whose parts initialise themselves."""
 
     def __init__(self):
         super().__init__()
@@ -106,7 +106,7 @@ class Own(nn.Module):
 
 
 class Custom(nn.Module):
-    """A module whose `init_weights` initialises all of it, a part by another part's values."""
+    """A module whose `init_weights` initialises all of it, one part from another part's values."""
 
     def __init__(self):
         super().__init__()
@@ -128,9 +128,9 @@ class Custom(nn.Module):
 
 @pytest.mark.parametrize("build", [Own, Custom])
 @on_ranks(2)
-def test_modules_of_ones_own_are_initialised_as_unsharded(build):
+def test_custom_modules_are_initialised_as_unsharded(build):
     whole = seeded(build)
-    if hasattr(whole, "init_weights"):  # alone, as after model.to_empty(), without constructors
+    if hasattr(whole, "init_weights"):  # as after model.to_empty()
         seeded(whole.init_weights)
     model = on_meta(build)
     torch.manual_seed(3)
@@ -139,7 +139,7 @@ def test_modules_of_ones_own_are_initialised_as_unsharded(build):
 
 
 class Forgotten(nn.Module):
-    """Nothing initialises `scale`."""
+    """No method initialises `scale`."""
 
     def __init__(self):
         super().__init__()
@@ -147,7 +147,7 @@ class Forgotten(nn.Module):
         self.scale = nn.Parameter(torch.empty(4))
 
 
-def test_what_is_left_uninitialised_is_named():
+def test_uninitialised_parameters_are_named():
     model = on_meta(Forgotten)
     with pytest.raises(UnsupportedModelError, match="scale: expected a model on meta"):
         fs.shard(model)
@@ -164,7 +164,7 @@ def test_a_weak_reference_to_a_parameter_on_meta_is_refused():
 def check_read(folder, strategy):
     whole = transformers.AutoModelForCausalLM.from_pretrained(folder)
     model = on_meta(transformers.AutoModelForCausalLM.from_config, whole.config)
-    torch.manual_seed(dist.get_rank())  # reading draws nothing
+    torch.manual_seed(dist.get_rank())  # reading draws no random numbers
     fs.shard(model, weights=folder, strategy=strategy)
     assert_equal_to(model, whole)
     ids = torch.arange(10).reshape(2, 5)
@@ -175,7 +175,7 @@ def check_read(folder, strategy):
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_folder_is_read_by_the_ranges_of_each_rank(ranks, tmp_path, strategy, tied):
+def test_each_rank_reads_only_its_ranges_of_a_folder(ranks, tmp_path, strategy, tied):
     model = make("llama", tie_word_embeddings=tied)
     model.save_pretrained(tmp_path, max_shard_size="20KB")  # several files and an index
     ranks(2)(check_read, str(tmp_path), strategy)
@@ -183,15 +183,15 @@ def test_a_folder_is_read_by_the_ranges_of_each_rank(ranks, tmp_path, strategy, 
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "qwen2_moe"])
-def test_experts_are_read_by_ranges_of_the_files_that_hold_one_each(ranks, tmp_path, kind):
+def test_experts_are_read_by_ranges_of_files_with_one_expert_each(ranks, tmp_path, kind):
     model = make(kind)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     names = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
-    assert any(".experts.3." in name for name in names)  # or there is nothing to put together
+    assert any(".experts.3." in name for name in names)  # otherwise there is nothing to assemble
     ranks(2)(check_read, str(tmp_path), "full_shard")
 
 
-def test_quantized_weights_are_not_taken_for_values(tmp_path):
+def test_quantized_weights_are_not_read_as_plain_values(tmp_path):
     make("qwen3_moe").save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.mlp.experts.1.down_proj.weight"
@@ -211,7 +211,7 @@ def test_quantized_weights_are_not_taken_for_values(tmp_path):
 
 
 @pytest.mark.parametrize("lost", ["experts.2.up_proj", "experts.3.down_proj"])
-def test_an_expert_that_is_not_in_the_files_is_missed(tmp_path, lost):
+def test_an_expert_that_the_files_lack_is_named(tmp_path, lost):
     make("qwen3_moe").save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     kept = {name: value for name, value in stored.items() if f"layers.1.mlp.{lost}" not in name}
@@ -221,7 +221,7 @@ def test_an_expert_that_is_not_in_the_files_is_missed(tmp_path, lost):
         fs.shard(on_meta(make, "qwen3_moe"), weights=tmp_path)
 
 
-def test_a_folder_that_is_none_is_refused(tmp_path):
+def test_a_path_that_is_no_folder_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"weights: expected a folder .* it has neither"):
         fs.shard(on_meta(make, "llama"), weights=tmp_path)
     with pytest.raises(ConfigError, match="no such folder"):
@@ -237,7 +237,7 @@ def test_a_folder_that_lacks_a_tensor_is_refused(tmp_path):
 
 @pytest.fixture
 def llama_folder(tmp_path):
-    """A saved model, and its tensors."""
+    """Returns a saved model's folder, and its tensors."""
     make("llama", tie_word_embeddings=False).save_pretrained(tmp_path)
     return tmp_path, load_file(tmp_path / "model.safetensors")
 
@@ -253,7 +253,7 @@ def test_tied_weights_that_differ_in_the_files_are_refused(llama_folder):
     check_weights_of(model, folder)
 
 
-def test_weights_that_the_model_has_not_are_named(llama_folder, caplog):
+def test_weights_that_the_model_lacks_are_named(llama_folder, caplog):
     folder, stored = llama_folder
     check_weights_of(on_meta(make, "llama"), folder)
     assert not caplog.text
@@ -266,11 +266,11 @@ def test_weights_that_the_model_has_not_are_named(llama_folder, caplog):
 
 def test_weights_that_the_files_lack_are_named_before_a_run(llama_folder):
     folder, stored = llama_folder
-    del stored["lm_head.weight"]  # of a model that its config.json no longer ties
+    del stored["lm_head.weight"]  # tensors of a model that its config.json no longer ties
     save_file(stored, folder / "model.safetensors")
     with pytest.raises(ConfigError, match=r"its files lack lm_head\.weight\. Copy or download"):
         check_weights_of(on_meta(make, "llama"), folder)
-    stored["head"] = torch.ones(2)  # transformers may convert it, and tells if it does not
+    stored["head"] = torch.ones(2)  # transformers may convert it, and reports if it does not
     save_file(stored, folder / "model.safetensors")
     check_weights_of(on_meta(make, "llama"), folder)
 
@@ -297,7 +297,7 @@ def test_a_tensor_that_two_files_hold_is_refused(llama_folder):
     with pytest.raises(ConfigError, match=f"expected {min(one)} in the file that .* names; got"):
         fs.shard(on_meta(make, "llama"), weights=folder)
     save_file({name: value + 1 for name, value in stored.items()}, folder / "model.safetensors")
-    model = fs.shard(on_meta(make, "llama"), weights=folder)  # which transformers would load, too
+    model = fs.shard(on_meta(make, "llama"), weights=folder)  # transformers would load it, too
     got = fs.full_state_dict(model)["model.norm.weight"]
     assert torch.equal(got, stored["model.norm.weight"] + 1)
 
@@ -317,7 +317,7 @@ def test_ranks_of_different_seeds_are_refused():
         fs.shard(nn.Linear(4, 4))
 
 
-def test_what_was_put_into_a_model_since_it_was_built_is_named():
+def test_values_set_since_the_model_was_built_are_named():
     model = on_meta(make, "llama")
     model.value_head = on_meta(nn.Linear, 32, 1)
     with pytest.raises(UnsupportedModelError, match=r"value_head.weight, value_head.bias"):

@@ -1,7 +1,7 @@
-"""A model on meta is sharded under a memory limit that the whole model does not fit into.
+"""A model on meta is sharded under a memory limit below the size of the model.
 
-Four fresh processes each limit their private memory to what they use plus their planned share, the
-slots, one block and some slack, and shard a model whose weights alone are more than twice that.
+Four new processes each limit their private memory to their current use plus their planned share,
+the slots, one block and some slack, and shard a model whose weights are more than twice as large.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ import pytest
 from support.sizes import sizes_of
 
 WORLD_SIZE = 4
-SLACK_BYTES = 24 * 2**20  # one matrix twice, stacks of threads, message buffers
+SLACK_BYTES = 24 * 2**20  # one matrix twice, thread stacks, message buffers
 SIZES = sizes_of(512, 1408, 8, 8, layers=28, vocab_size=2048)
-LARGE = 2**16  # allocations from here on are mappings of their own, which end when they are freed
+LARGE = 2**16  # larger allocations are separate mappings, which end when they are freed
 HELD_ROWS = ("parameter shards", "gradient shards", "slots", "gradient slots", "buffers")
 
 pytestmark = [
@@ -32,7 +32,7 @@ pytestmark = [
 
 
 def make(num_layers=SIZES["num_hidden_layers"]):
-    """The model, seeded: frozen, so that the weights are what memory is for."""
+    """Builds the seeded model; it is frozen, so that weights need most of the memory."""
     import torch
     import transformers
 
@@ -54,7 +54,7 @@ def make_on_meta(num_layers=SIZES["num_hidden_layers"]):
 
 @contextlib.contextmanager
 def limited(extra_bytes):
-    """At most so much private memory more than now."""
+    """Context that limits the additional private memory."""
     status = Path("/proc/self/status").read_text().split("VmData:")[1]
     before = resource.getrlimit(resource.RLIMIT_DATA)
     limit = int(status.split()[0]) * 1024 + extra_bytes
@@ -66,7 +66,7 @@ def limited(extra_bytes):
 
 
 def wrong_shards(model, folder):
-    """Parameters whose shard is not the slice of the files."""
+    """Returns parameters whose shard differs from the slice in the files."""
     import torch
     from safetensors import safe_open
 
@@ -84,7 +84,7 @@ def wrong_shards(model, folder):
 
 
 def stream(folder, extra_bytes):
-    """Shard a model that does not train to disk, with memory for no more than its slots."""
+    """Shards a model for inference to disk, with memory only for its slots."""
     import fullshard as fs
 
     model = make_on_meta().requires_grad_(requires_grad=False)
@@ -95,7 +95,7 @@ def stream(folder, extra_bytes):
 
 
 def step(folder, home, extra_bytes):
-    """A training step with all state in one home and so much memory; what it lacked."""
+    """Runs a training step with all state in one home under a limit; returns the missing memory."""
     import torch
 
     import fullshard as fs
@@ -116,7 +116,7 @@ def step(folder, home, extra_bytes):
 
 
 def run_rank(rank, store, folder):
-    """All that is tried on one rank."""
+    """Runs all trials on one rank."""
     import torch
     import torch.distributed as dist
 
@@ -128,7 +128,7 @@ def run_rank(rank, store, folder):
         store=dist.FileStore(store, WORLD_SIZE),
         rank=rank,
         world_size=WORLD_SIZE,
-        timeout=timedelta(seconds=120),  # a rank that lacks memory leaves the others waiting
+        timeout=timedelta(seconds=120),  # the other ranks wait for a rank that lacks memory
     )
     fs.shard(make_on_meta(2))  # process groups, imports
     plan = fs.plan(make_on_meta(), world_size=WORLD_SIZE)
@@ -169,7 +169,7 @@ def run_rank(rank, store, folder):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What each rank found."""
+    """Returns each rank's results."""
     folder = tmp_path_factory.mktemp("meta_memory")
     make().save_pretrained(folder / "model", max_shard_size="20MB")
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(LARGE), "OMP_NUM_THREADS": "1"}
@@ -207,7 +207,7 @@ def test_a_folder_is_read_within_the_limit(found):
     assert [rank["read"] for rank in found] == [[]] * WORLD_SIZE
 
 
-def test_a_model_streamed_from_disk_takes_its_slots_alone(found):
+def test_a_model_streamed_from_disk_needs_only_its_slots(found):
     assert [rank["streamed"] for rank in found] == [[]] * WORLD_SIZE
 
 

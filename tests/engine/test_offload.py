@@ -1,6 +1,6 @@
-"""State whose home is the host: the same bits, and the planned bytes in the planned place.
+"""Offloaded state gives the same bits, with the planned bytes in the planned place.
 
-Here the host computes as well; tests/gpu has the copies between host and device.
+Here the host also computes; tests/gpu covers copies between host and device.
 """
 
 import contextlib
@@ -80,11 +80,11 @@ def test_units_of_several_offloaded_buffers_are_gathered_by_messages(transport, 
 
 
 def trained(folder, offload, strategy, checkpoint=None):
-    """Losses of four steps of AdamW; the last two after loading what was saved after two."""
+    """Losses of four steps of AdamW, the last two after loading the save from after two."""
     model = perturbed(Chain(3)).double()
     if offload is not None:
         offload = {**offload, "folder": folder}
-    transport = "direct" if offload is None else "auto"  # full shards are gathered in memory
+    transport = "direct" if offload is None else "auto"  # full shards, gathered in memory
     fs.shard(model, strategy=strategy, transport=transport, offload=offload, poison=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -104,10 +104,10 @@ def trained(folder, offload, strategy, checkpoint=None):
 
 
 def mapped_bytes(folder):
-    """Of files without a name in a folder, in this process."""
+    """Returns the mapped bytes of unnamed files in a folder, in this process."""
     found = {}
     for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # closed in the meantime
             if str(link.readlink()).startswith(f"{folder}/.fullshard-"):
                 stat = link.stat()
                 found[stat.st_ino] = stat.st_blocks * 512
@@ -116,7 +116,7 @@ def mapped_bytes(folder):
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_what_is_on_disk_trains_to_the_bit_as_in_memory(ranks, tmp_path, strategy):
+def test_training_from_disk_is_bit_identical_to_memory(ranks, tmp_path, strategy):
     results = {}
     cases = {"memory": None, "optimizer": ("cpu", "nvme"), "all": ("nvme", "nvme")}
     for name, homes in cases.items():
@@ -134,7 +134,7 @@ def test_what_is_on_disk_trains_to_the_bit_as_in_memory(ranks, tmp_path, strateg
 
 
 def hooked(params):
-    """AdamW with hooks that use gradients, which an update in turns would hide from them."""
+    """AdamW with hooks that use gradients, which an update in turns would hide."""
     optimizer = torch.optim.AdamW(params)
 
     def clamp(optimizer, *_):
@@ -148,16 +148,16 @@ def hooked(params):
 OPTIMIZERS = {
     "adamw": partial(torch.optim.AdamW, foreach=True),
     "fused": partial(torch.optim.AdamW, fused=True),
-    "nadam": torch.optim.NAdam,  # has a product of its steps beside their number
+    "nadam": torch.optim.NAdam,  # its states include a product over steps
     "hooked": hooked,
-    "adafactor": torch.optim.Adafactor,  # mixes elements of whole tensors, so takes no turns
+    "adafactor": torch.optim.Adafactor,  # mixes elements, so takes no turns
 }
 
 
 def large(folder, name, settings):
     """Parameters and other states after three steps; shards begin anywhere in a page.
 
-    A rank without elements of a bias counts its steps, too: a rank that loads them may get some.
+    A rank without elements of a bias counts its steps too, because a loading rank may get some.
     """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(33, 70_001), torch.nn.Linear(70_001, 35))
@@ -195,7 +195,7 @@ def first_of(optimizer):
     ],
 )
 @on_ranks(2, timeout=100)
-def test_large_shards_take_turns_on_disk_to_the_bit_as_in_memory(tmp_path, name, settings):
+def test_updating_large_shards_on_disk_in_turns_is_bit_identical(tmp_path, name, settings):
     kind = type(OPTIMIZERS[name]([torch.nn.Parameter(torch.zeros(1))]))
     with mock.patch.object(kind.step, "__wrapped__", wraps=kind.step.__wrapped__) as step:
         on_disk = large(str(tmp_path), name, settings)
@@ -220,13 +220,13 @@ def forwards_from_disk(folder, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_a_model_that_does_not_train_is_read_from_disk_by_units(ranks, tmp_path, strategy):
+def test_a_model_for_inference_is_read_from_disk_by_units(ranks, tmp_path, strategy):
     found = ranks(2)(forwards_from_disk, str(tmp_path), strategy)
     assert found == [(True, "disk", True, True)] * 2
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_whose_shard_failed_half_way_is_refused(tmp_path, monkeypatch):
+def test_a_model_whose_sharding_failed_half_way_is_refused(tmp_path, monkeypatch):
     calls = []
 
     def fallocate(*_):
@@ -288,7 +288,7 @@ def test_an_evaluation_reads_offloaded_weights():
 
 
 def stepped(folder, *, num_steps=3):
-    """A model on disk, or in memory, and its optimizer, which stepped in inference mode."""
+    """Steps a model on disk, or in memory, in inference mode; returns it and its optimizer."""
     torch.manual_seed(0)
     model = perturbed(Chain(3))
     kinds = dict.fromkeys((*KINDS, "optimizer"), "nvme")
@@ -308,8 +308,8 @@ def test_steps_in_inference_mode_write_to_disk(tmp_path):
         assert torch.equal(one.to_local(), other.to_local())
 
 
-def test_gradients_on_disk_are_zeroed_while_nothing_is_written(tmp_path, monkeypatch):
-    """A mapping and a direct write of one file exclude each other."""
+def test_gradients_on_disk_are_zeroed_only_between_writes(tmp_path, monkeypatch):
+    """A mapping and a direct write of the same file are mutually exclusive."""
     model, _ = stepped(tmp_path, num_steps=1)
     under_way, seen = [], []
     write, zero = Room.write, torch.Tensor.zero_
@@ -326,14 +326,14 @@ def test_gradients_on_disk_are_zeroed_while_nothing_is_written(tmp_path, monkeyp
 
     model(torch.ones(2, 12)).sum().backward()
     for block in model.blocks:
-        block.up.weight.grad = None  # others of its unit keep theirs
+        block.up.weight.grad = None  # other parameters of its unit keep theirs
     monkeypatch.setattr(Room, "write", slow)
     monkeypatch.setattr(torch.Tensor, "zero_", zeroed)
     model(torch.ones(2, 12)).sum().backward()
     assert seen == [0, 0, 0]
 
 
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of jax, where a test imported it
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # issued by jax
 def test_a_forked_process_leaves_state_on_disk_alone(tmp_path):
     model, optimizer = stepped(tmp_path)
     moments = [state["exp_avg"] for state in optimizer.state.values()]
@@ -341,7 +341,7 @@ def test_a_forked_process_leaves_state_on_disk_alone(tmp_path):
     if (pid := os.fork()) == 0:
         moments.clear()
         optimizer.state.clear()
-        with torch.no_grad():  # on threads of its own
+        with torch.no_grad():  # on its own threads
             is_finite = bool(model(torch.ones(2, 12)).isfinite().all())
         os._exit(not is_finite)
     assert os.waitpid(pid, 0)[1] == 0
@@ -376,7 +376,7 @@ def test_a_disk_that_fails_in_a_step_is_named(tmp_path, monkeypatch, moved):
 
 
 class Skips(nn.Module):
-    """Layers of which one is left out."""
+    """Layers of which one is skipped."""
 
     left: int | None = None
 
@@ -393,8 +393,8 @@ class Skips(nn.Module):
 @pytest.mark.parametrize("left", [1, 3, 4])
 @pytest.mark.parametrize("transport", ["c10d", "shared"])
 @on_ranks(2)
-def test_peers_gather_a_unit_on_disk_that_a_rank_leaves_out(transport, left):
-    """Each gather begins late: once this rank's part is read, or by what the rank does next."""
+def test_peers_gather_a_unit_on_disk_that_a_rank_skips(transport, left):
+    """Each gather begins late: after the read of this rank's part, or with its next call."""
     torch.manual_seed(0)
     model, x = Skips().double(), torch.randn(4, 12, dtype=torch.float64)
     one = copy.deepcopy(model)

@@ -20,7 +20,7 @@ WIDTH = 8
 
 
 class Block(nn.Module):
-    """A layer and what follows it; the unit."""
+    """The unit: a layer and an activation."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +34,7 @@ Step = Callable[[], None]
 
 
 def again(model, x, step):
-    """A second backward of the graph that was stepped on."""
+    """A second backward of a graph after a step."""
     loss = model(x).sum()
     loss.backward(retain_graph=True)
     step()
@@ -42,7 +42,7 @@ def again(model, x, step):
 
 
 def two_graphs(model, x, step):
-    """Another graph that was made before the step."""
+    """A second graph from before the step."""
     loss, other = model(x).sum(), model(2 * x).sum()
     loss.backward()
     step()
@@ -50,7 +50,7 @@ def two_graphs(model, x, step):
 
 
 def after_another_forward(model, x, step):
-    """The old graph, when a new one was made and used."""
+    """The old graph, after a new one was made and used."""
     loss = model(x).sum()
     loss.backward(retain_graph=True)
     step()
@@ -59,7 +59,7 @@ def after_another_forward(model, x, step):
 
 
 def block_alone(model, x, step):
-    """A graph of one block, made after the step: fine."""
+    """A graph of one block, made after the step: allowed."""
     model(x).sum().backward()
     step()
     loss = model[1](x).sum()
@@ -68,7 +68,7 @@ def block_alone(model, x, step):
 
 
 def before_the_step(model, x, step):
-    """A graph that is used twice, and another, before the step: fine."""
+    """A graph that is used twice, and another, before the step: allowed."""
     first, second = model(x).sum(), model(2 * x).sum()
     first.backward(retain_graph=True)
     first.backward()
@@ -77,7 +77,7 @@ def before_the_step(model, x, step):
 
 
 def behind_its_back(model, x, _):
-    """Weights that autograd does not know to be written, as averages are swapped in: fine."""
+    """Writes that autograd does not see, as when averages are swapped in: allowed."""
     loss = model(x).sum()
     kept = [param.data.clone() for param in model.parameters()]
     for param, old in zip(model.parameters(), kept, strict=True):
@@ -87,7 +87,7 @@ def behind_its_back(model, x, _):
 
 
 def only_the_first(model, x, _):
-    """No gradient reads the first layer's weight: it may be written. Fine."""
+    """No gradient reads the first layer's weight, so it may be written: allowed."""
     loss = model(x.detach()).sum()
     loss.backward(retain_graph=True)
     with torch.no_grad():
@@ -97,7 +97,7 @@ def only_the_first(model, x, _):
 
 
 def another_of_its_unit(model, x, _):
-    """Backward reads the weight, not the bias that was written. Fine."""
+    """Backward reads the weight, but the bias was written: allowed."""
     loss = model(x).sum()
     with torch.no_grad():
         model[2].layer.bias.mul_(0.9)
@@ -105,7 +105,7 @@ def another_of_its_unit(model, x, _):
 
 
 def a_frozen_weight(model, x, _):
-    """A weight without a gradient is read as well."""
+    """Backward also reads a weight without a gradient."""
     loss = model(x).sum()
     with torch.no_grad():
         model[2].layer.weight.mul_(0.9)
@@ -113,7 +113,7 @@ def a_frozen_weight(model, x, _):
 
 
 def after_loading(model, x, _):
-    """Weights were read from a checkpoint."""
+    """Weights were loaded from a checkpoint."""
     loss = model(x).sum()
     if is_sharded(model):
         folder = engine_of(model).lead(lambda: Path(tempfile.mkdtemp()))
@@ -125,7 +125,7 @@ def after_loading(model, x, _):
 
 
 def after_an_owners_step(model, x, _):
-    """The step is one of whole tensors, each on one rank."""
+    """A step of full tensors, each on one rank."""
     owned = partial(torch.optim.SGD, lr=1e-2)
     optimizer = fs.owned(model, owned) if is_sharded(model) else owned(model.parameters())
     loss = model(x).sum()
@@ -144,7 +144,7 @@ PROGRAMS = {
 
 
 def outcomes(settings):
-    """Which programs raise what autograd says of written tensors; None: one process, unsharded."""
+    """Returns the programs that raise autograd's error; None: one process, unsharded."""
     found: dict[str, list[str]] = {"refused": [], "fine": []}
     for program in (*PROGRAMS["refused"], *PROGRAMS["fine"]):
         model = perturbed(nn.Sequential(*(Block() for _ in range(4))).double())
@@ -154,7 +154,7 @@ def outcomes(settings):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         x = torch.linspace(0.1, 0.9, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH)
         x.requires_grad_()
-        for _ in range(2):  # the order of a step is learned
+        for _ in range(2):  # learns the order of units
             model(x).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -173,7 +173,7 @@ EXPECTED = {what: [program.__name__ for program in of] for what, of in PROGRAMS.
 
 
 @pytest.mark.parametrize("settings", [None, {}])
-def test_what_one_process_refuses(settings):
+def test_one_process_refuses_graphs_of_written_weights(settings):
     assert outcomes(settings) == EXPECTED
 
 
@@ -188,7 +188,7 @@ def test_what_one_process_refuses(settings):
     ],
     ids=str,
 )
-def test_sharded_models_refuse_the_same(ranks, settings):
+def test_sharded_models_refuse_the_same_graphs(ranks, settings):
     assert ranks(2)(outcomes, settings, timeout=60) == [EXPECTED] * 2
 
 
@@ -202,7 +202,7 @@ def test_weights_made_in_inference_mode_have_no_versions(tmp_path):
 
 
 class Reversed(nn.Sequential):
-    """Its units run in another order than they are registered in."""
+    """Its units run in a different order than they are registered."""
 
     def forward(self, x):
         for block in reversed(self):
@@ -211,7 +211,7 @@ class Reversed(nn.Sequential):
 
 
 def twice(model, x):
-    """The graph of the first step is used again after the step in which its order is learned."""
+    """Uses the graph of the first step again after the step in which its order is learned."""
     loss = model(x).sum()
     loss.backward(retain_graph=True)
     for _ in range(2):
@@ -222,7 +222,7 @@ def twice(model, x):
 @pytest.mark.short(2)
 @pytest.mark.parametrize("transport", ["direct", "c10d", "shared"])
 @on_ranks(2)
-def test_a_graph_that_the_first_step_retained_is_used_again(transport):
+def test_a_graph_retained_in_the_first_step_can_be_used_again(transport):
     blocks = [[Block() for _ in range(4)] for _ in range(2)]
     model, alone = (perturbed(Reversed(*few).double()) for few in blocks)
     alone.load_state_dict(model.state_dict())
@@ -232,5 +232,5 @@ def test_a_graph_that_the_first_step_retained_is_used_again(transport):
     twice(alone, x)
     assert unlike_gradients(model, alone) == []
     assert not engine_of(model).runtime.agreed
-    model(x).sum()  # the graph is gone
+    model(x).sum()  # the graph is freed
     assert engine_of(model).plan.order.learned

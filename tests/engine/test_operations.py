@@ -1,4 +1,4 @@
-"""The operations that a trace notes are those that the units of a model compute."""
+"""The operations of a trace are those that the units of a model compute."""
 
 from collections import Counter
 
@@ -67,7 +67,7 @@ def test_a_block_has_the_products_of_its_layers():
     assert block.forward[heads] == 1
 
 
-def test_the_head_and_the_embedding_compute_what_is_theirs():
+def test_the_head_and_the_embedding_have_their_own_operations():
     _, model = model_of()
     found = traced(model, wrap=["LlamaDecoderLayer", "Linear", "Embedding"])
     tokens = BATCH * LENGTH
@@ -84,13 +84,13 @@ def test_a_recomputed_block_computes_its_forward_again():
         traced(model, activation_checkpointing=kind)["model.layers.0"] for kind in ("none", "block")
     )
     assert products(again.forward) == products(plain.forward)
-    # torch stops before the last layer computes: its inputs are what backward wants of it.
+    # torch stops before the last layer computes, because backward needs only its inputs.
     last = Counter({product("nt", BATCH * LENGTH, INNER, WIDTH): 1})
     once_more = Counter(products(plain.forward)) - last
     assert products(again.backward) == Counter(products(plain.backward)) + once_more
 
 
-def test_a_deep_model_computes_what_its_blocks_do():
+def test_a_deep_model_has_the_operations_of_its_blocks():
     _, model = model_of(15)
     found = traced(model)
     assert sum(name.startswith("model.layers.") for name in found) == 15
@@ -98,7 +98,7 @@ def test_a_deep_model_computes_what_its_blocks_do():
 
 
 def test_every_operation_of_a_real_step_is_in_the_trace():
-    """Names of operations, counted on the unsharded model with numbers."""
+    """Counts operations by name on the unsharded model with real values."""
     settings, model = model_of(kind="llama")
     config = ShardConfig()
     plan = fs.plan(model, config, world_size=1)

@@ -1,4 +1,4 @@
-"""Optimizers on shards: each of torch's is right, or refused by name."""
+"""Every optimizer of torch is right on shards, or refused by name."""
 
 import copy
 from functools import partial
@@ -95,7 +95,7 @@ def test_an_elementwise_optimizer_steps_as_in_one_process(name, mode):
 
 
 def stepped_by_hooks(run, **config):
-    """One AdamW a parameter that steps when its gradient is there."""
+    """One AdamW per parameter, which steps when its gradient is ready."""
     model = run.shard(run.model(), **config)
     optimizers = {p: optim.AdamW([p], lr=1e-2, eps=1e-4) for p in model.parameters()}
 
@@ -125,7 +125,7 @@ def test_optimizers_in_hooks_on_gradients_step_as_in_one_process(ranks, config):
 
 
 def refusals():
-    """What the first step of each whole-matrix optimizer says."""
+    """Returns the errors of the first step of each whole-matrix optimizer."""
     run, model = sharded_run()
     matrices = [p for n, p in model.blocks.named_parameters() if n.endswith("mid.weight")]
     run.loss(model, 0).backward()
@@ -150,8 +150,8 @@ def test_an_optimizer_that_mixes_elements_is_refused_at_its_first_step(ranks, sn
 
 @pytest.mark.parametrize(("trained", "told"), [(True, 1), (False, 0)])
 @on_ranks(2)
-def test_parameters_beside_the_model_are_told_by_one_rank(trained, told):
-    """Weights of a criterion, which no rank sums gradients of."""
+def test_parameters_outside_the_model_are_reported_by_one_rank(trained, told):
+    """Weights of a criterion, whose gradients no rank sums."""
     run, model = sharded_run()
     criterion = torch.nn.Linear(3, 2, bias=False).requires_grad_(trained)
     optimizer = optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
@@ -165,7 +165,7 @@ def test_parameters_beside_the_model_are_told_by_one_rank(trained, told):
 
 
 @on_ranks(2)
-def test_a_learning_rate_of_zero_hides_nothing_from_the_probe():
+def test_the_probe_works_with_a_learning_rate_of_zero():
     run, model = sharded_run()
     optimizer = optim.Adafactor(model.parameters(), lr=0.0)
     run.loss(model, 0).backward()
@@ -178,15 +178,15 @@ def whole_matrices_under_no_shard(run):
     return run.result(model)
 
 
-def test_whole_matrix_optimizers_are_right_where_nothing_is_cut(ranks):
+def test_whole_matrix_optimizers_are_right_on_unsharded_parameters(ranks):
     ranks(2)(compare, whole_matrices_under_no_shard)
 
 
-# ---- states that were made whole --------------------------------------------------------------
+# ---- states of unsharded runs -----------------------------------------------------------------
 
 
 def unsharded_state_loaded(run, when, kind, settings):
-    """Two steps unsharded, then the optimizer's own state dict into one over shards."""
+    """Two unsharded steps, then loads the state dict into an optimizer over shards."""
     alone = Run(run.world_size, None)
     model = alone.model()
     first = kind(model.parameters(), **settings)
@@ -219,7 +219,7 @@ def test_an_optimizer_state_of_shards_is_carried_to_a_second_optimizer(ranks):
 
 
 def reloaded(run, kind, settings):
-    """State dicts go round between steps, as they are and as deep copies."""
+    """Loads state dicts between steps, directly and as deep copies."""
     model = run.shard(run.model())
     optimizer = kind(model.parameters(), **settings)
     for step in range(5):
@@ -234,14 +234,14 @@ def reloaded(run, kind, settings):
 @pytest.mark.short(1)
 @pytest.mark.parametrize("name", SETTINGS)
 @on_ranks(2)
-def test_optimizers_go_on_from_their_own_state_dicts_and_those_of_unsharded_runs(name):
+def test_optimizers_resume_from_their_own_state_dicts_and_unsharded_ones(name):
     for number, (kind, settings) in enumerate(SETTINGS[name]):
         compare(partial(reloaded, kind=kind, settings=settings))
         for when in ("later",) if number else ("later", "at the start"):
             compare(partial(unsharded_state_loaded, when=when, kind=kind, settings=settings))
 
 
-def test_a_state_at_the_address_of_a_freed_one_is_another_state():
+def test_a_state_at_the_address_of_a_freed_one_is_a_new_state():
     part: Any = object.__new__(optimizers.OptimizerPart)
     param, kept = torch.zeros(2), []
     part.weights, states = [(param, 1)], {param: {"momentum": torch.zeros(2)}}
@@ -257,7 +257,7 @@ def test_a_state_at_the_address_of_a_freed_one_is_another_state():
 
 
 class OwnShapes(optim.Optimizer):
-    """Momentum in tensors that it makes of this rank's shape."""
+    """Momentum in tensors with the shape of this rank's shard."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
@@ -270,7 +270,7 @@ class OwnShapes(optim.Optimizer):
             p.add_(momentum, alpha=-0.1)
 
 
-def test_states_of_this_ranks_shape_go_round_too(ranks):
+def test_states_in_the_shape_of_a_shard_are_reloaded_too(ranks):
     ranks(2)(compare, partial(reloaded, kind=OwnShapes, settings={}))
 
 
@@ -294,7 +294,7 @@ def test_a_schedule_of_numbers_is_probed_once_and_a_number_turned_off_again(sche
     assert probed.call_count == count
 
 
-def test_the_probe_is_where_the_parameters_are():
+def test_the_probe_runs_on_the_device_of_the_parameters():
     seen = []
 
     class Here(optim.SGD):
@@ -304,7 +304,7 @@ def test_the_probe_is_where_the_parameters_are():
 
     optimizer = Here([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     group, like = optimizer.param_groups[0], torch.empty(0, device="meta")
-    with pytest.raises(RuntimeError, match="meta"):  # which has no values to compare
+    with pytest.raises(RuntimeError, match="meta"):  # meta tensors have no values to compare
         optimizers.WATCHED._probe_once(optimizer, group, like)
     assert set(seen) == {"meta"}
 
@@ -326,7 +326,7 @@ def test_the_probe_has_the_precision_of_the_parameters(dtype, tried):
 
 
 class OneRateForAll(optim.SGD):
-    """As Prodigy does: a rate of the whole model, from dot products of tensors."""
+    """Like Prodigy: one rate for the whole model, from dot products of tensors."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -337,7 +337,7 @@ class OneRateForAll(optim.SGD):
 
 
 class Flattening(optim.SGD):
-    """Elementwise, but of flattened tensors: a small try cannot tell it from others."""
+    """Elementwise, but on flattened tensors, which a small trial cannot distinguish."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -349,7 +349,7 @@ class Flattening(optim.SGD):
     ("kind", "says"), [(OneRateForAll, ": expected"), (Flattening, ".step calls flatten: expected")]
 )
 @on_ranks(2)
-def test_what_a_step_needs_of_whole_tensors_is_refused_by_the_optimizers_name(kind, says):
+def test_an_optimizer_that_needs_full_tensors_is_refused_by_name(kind, says):
     run, model = sharded_run()
     run.loss(model, 0).backward()
     text = error_of(kind(model.parameters(), lr=0.1).step)
@@ -359,7 +359,7 @@ def test_what_a_step_needs_of_whole_tensors_is_refused_by_the_optimizers_name(ki
 
 
 class Container(optim.Optimizer):
-    """As torchtitan's: an optimizer of the model's parameters that steps others."""
+    """Like torchtitan's: an optimizer of the model's parameters that steps others."""
 
     def __init__(self, params, kinds, sweeps=None):
         params = list(params)
@@ -385,12 +385,12 @@ def contained(run, kinds):
 
 
 @on_ranks(2)
-def test_optimizers_that_another_one_steps_are_tried_and_the_outer_one_is_not():
+def test_inner_optimizers_are_probed_and_the_outer_one_is_not():
     compare(partial(contained, kinds=(optim.AdamW, optim.SGD)))
 
 
 @on_ranks(2)
-def test_an_outer_optimizer_is_tried_unless_others_have_all_its_parameters():
+def test_an_outer_optimizer_is_probed_unless_inner_ones_have_all_parameters():
     run = Run(2, torch.distributed.get_rank())
     found = {}
     for name, kinds, sweeps in (
@@ -435,10 +435,10 @@ def test_unsharded_parameters_are_named_when_they_come_to_an_optimizer():
     ids=["fused", "foreach"],
 )
 @on_ranks(2)
-def test_a_step_of_adamw_is_one_call_an_operation(settings, wanted):
+def test_a_step_of_adamw_is_one_call_per_operation(settings, wanted):
     run, model = sharded_run()
     optimizer = optim.AdamW(model.parameters(), **settings)
-    for step in range(2):  # at the first one the class is probed
+    for step in range(2):  # the class is probed at the first step
         run.loss(model, step).backward()
         if step == 0:
             optimizer.step()
@@ -448,7 +448,7 @@ def test_a_step_of_adamw_is_one_call_an_operation(settings, wanted):
 
 
 @on_ranks(2)
-def test_states_of_which_views_exist_are_written_without_a_search():
+def test_states_with_views_are_written_without_a_search():
     _, model = sharded_run()
     states = [torch.zeros_like(param) for param in model.parameters()]
     views = [state.detach() for state in states]
@@ -457,7 +457,7 @@ def test_states_of_which_views_exist_are_written_without_a_search():
         assert not searches.call_count
         param = next(model.parameters())
         param.data = views[0]
-        torch._foreach_add_(states, 1.0)  # a parameter has the memory of one
+        torch._foreach_add_(states, 1.0)  # a parameter shares the memory of one
         assert searches.call_count == len(states)
     assert param.record.norms.wrote
 
@@ -473,7 +473,7 @@ def writes_a_gradient(model, optimizer):
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @on_ranks(2)
 def test_a_hook_on_a_module_neither_steps_nor_sees_gradients(strategy):
-    """Gradients are summed at the end of backward; before it there are none."""
+    """Gradients are summed at the end of backward; before that, p.grad is None."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     optimizer = torch.optim.SGD(fs.shard(model, strategy=strategy).parameters())
     for act in (steps, writes_a_gradient):

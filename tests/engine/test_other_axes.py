@@ -1,4 +1,4 @@
-"""Sharding beside tensor parallelism: parameters that are DTensors along another axis of the mesh.
+"""Sharding with tensor parallelism: parameters are DTensors along another axis of the mesh.
 
 torch and transformers make the DTensors; one process in float64 is the reference.
 """
@@ -47,11 +47,11 @@ def frozen_net():
 
 def cut_frozen_net(model, mesh):
     cut_net(model, mesh)
-    freeze_parts(model)  # SequenceParallel makes parameters that train
+    freeze_parts(model)  # SequenceParallel makes trained parameters
 
 
 def accumulate_net(model, step, seat):
-    """Two micro-batches; the first waits unreduced."""
+    """The first of two micro-batches waits unreduced."""
     with fs.no_sync(model) if hasattr(model, ATTRIBUTE) else nullcontext():
         train_net(model, step + 50, seat)
     return train_net(model, step, seat)
@@ -129,7 +129,7 @@ def cut_as_transformers(model, mesh):
 
 
 def qwen():
-    """Norms of queries and keys are whole on every rank; a hook sums their gradients."""
+    """Norms of queries and keys are replicated on every rank; a hook sums their gradients."""
     return hugging_face("qwen3", **LLAMA, head_dim=8)
 
 
@@ -148,7 +148,7 @@ def test_frozen_parts_train_as_one_process_with_accumulation(ranks, settings, ki
     ranks(4)(check_parity, *arguments, timeout=300)
 
 
-# ---- what a parameter says, whole tensors, refusals
+# ---- properties of a parameter, full tensors, refusals
 
 
 def sharded_net(**settings):
@@ -158,7 +158,7 @@ def sharded_net(**settings):
 
 
 @on_ranks(4, timeout=300)
-def test_whole_tensors_are_those_of_the_model_before_it_was_cut():
+def test_full_tensors_equal_those_of_the_unsharded_model():
     alone, model = net(), sharded_net()
     weights = {name: param.detach() for name, param in alone.named_parameters()}
     assert fs.num_parameters(model) == sum(param.numel() for param in weights.values())
@@ -191,7 +191,7 @@ def test_numbers_of_gradients_count_every_element_once():
 
 
 @on_ranks(4, timeout=300)
-def test_what_is_not_there_is_refused_by_name():
+def test_unsupported_settings_are_refused_by_name():
     mesh, model = mesh_of(), net()
     cut_net(model, mesh["tensor"])
     with pytest.raises(UnsupportedModelError, match=r"norm.weight: expected a DTensor of axes bes"):
@@ -207,10 +207,10 @@ def test_what_is_not_there_is_refused_by_name():
     partial_sum.head.weight = nn.Parameter(weight)
     with pytest.raises(UnsupportedModelError, match="Redistribute partial sums"):
         fs.shard(partial_sum, mesh=mesh["shard"])
-    fs.shard(model, mesh=mesh["shard"])  # nothing was changed
+    fs.shard(model, mesh=mesh["shard"])  # the model is unchanged
 
 
-# ---- whole states, out and in
+# ---- full states, saved and loaded
 
 
 def trained_alone():
@@ -243,8 +243,8 @@ def assert_near(found, wanted):
 @pytest.mark.short(1)
 @pytest.mark.parametrize("from_rank0", [False, True])
 @on_ranks(4, timeout=100)
-def test_whole_states_of_one_process_go_in_and_out(from_rank0):
-    """One process's states in, a step of both with one batch on all ranks, and states out."""
+def test_full_states_of_one_process_are_loaded_and_saved(from_rank0):
+    """Loads one process's states, steps both with one batch on all ranks, and compares."""
     alone, reference = trained_alone()
     state, states = copy.deepcopy((alone.state_dict(), reference.state_dict()))
     with torch.no_grad():
@@ -266,7 +266,7 @@ def test_whole_states_of_one_process_go_in_and_out(from_rank0):
 
 @on_ranks(4, timeout=100)
 def test_an_optimizer_loads_the_states_of_one_process():
-    """`optimizer.load_state_dict` with whole states cuts them along both axes."""
+    """`optimizer.load_state_dict` shards full states along both axes."""
     alone, reference = trained_alone()
     model, optimizer = cut_and_sharded(copy.deepcopy(alone))
     optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
@@ -330,7 +330,7 @@ def test_a_weight_that_its_own_forward_freezes_stays_frozen():
 
 @on_ranks(4, timeout=100)
 def test_an_infinity_on_one_rank_skips_the_step_on_all():
-    """An infinity in one rank's elements skips the step on all ranks; the next step is taken."""
+    """The next step is taken."""
     alone, reference = trained_alone()
     model, optimizer = cut_and_sharded(copy.deepcopy(alone))
     optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))

@@ -1,4 +1,4 @@
-"""Copies and collectives run beside compute: streams played on a CPU, with given times."""
+"""Copies and collectives overlap compute: streams simulated on a CPU, with given times."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from support.streams import Played
 
 WIDTH, NUM_BLOCKS, NUM_RANKS = 136, 24, 4
 HIDDEN = 0.9
-COMPUTE_PER_COPY = 1.1  # of a block's forward
+COMPUTE_PER_COPY = 1.1  # time of a block's forward
 
 
 class Block(nn.Module):
@@ -24,7 +24,7 @@ class Block(nn.Module):
 
 
 class Times:
-    """What operations take: products a constant, copies between host and device their bytes."""
+    """Time of operations: a constant for products, bytes for copies between host and device."""
 
     def __init__(self, *, moves):
         self._moves, self.moved = moves, 0
@@ -34,13 +34,13 @@ class Times:
             return int(COMPUTE_PER_COPY * 4 * WIDTH * WIDTH // NUM_RANKS)
         if not crosses:
             return 0
-        assert len({t.dtype for t in tensors}) == 1  # CUDA would cast in unplanned memory
+        assert len({t.dtype for t in tensors}) == 1  # CUDA would need unplanned memory for a cast
         self.moved += tensors[0].nbytes
         return tensors[0].nbytes if self._moves else 0
 
 
 def step_time(*, moves, num_batches, **settings):
-    """When a step of the steady state is done, and how long its copies take."""
+    """Returns the time of a step in the steady state, and of its copies."""
     times, start, moved = Times(moves=moves), 0, 0
     with Played(times).device() as played:
         model = fs.shard(
@@ -72,8 +72,8 @@ def test_copies_between_host_and_device_hide_behind_compute(settings, num_batche
     without, _ = step_time(moves=False, num_batches=num_batches, **settings)
     with_copies, copying = step_time(moves=True, num_batches=num_batches, **settings)
     shard = 4 * WIDTH * WIDTH // NUM_RANKS * NUM_BLOCKS
-    times = 3 * num_batches + num_batches - 1  # in, in again, out; and the sums of before
-    assert 0.95 * times * shard < copying < 1.05 * times * shard  # the last block is kept
+    times = 3 * num_batches + num_batches - 1  # in, in again, out; and the previous sums
+    assert 0.95 * times * shard < copying < 1.05 * times * shard  # the last block stays gathered
     hidden = 1 - (with_copies - without) / copying
     assert hidden >= HIDDEN, f"{hidden:.3f} of {copying} bytes are hidden"
 
@@ -82,14 +82,14 @@ def test_copies_between_host_and_device_hide_behind_compute(settings, num_batche
 
 MESHES = {
     "gather": ({"shard": 4}, 3 / 4),
-    "reduce": ({"shard": 4}, 5 / 4),  # reads all, writes a part
+    "reduce": ({"shard": 4}, 5 / 4),  # reads everything, writes a part
     "replicate": ({"shard": 2, "replicate": 2, "strategy": "hybrid_shard"}, 1 / 2),
     "replicate, no_shard": ({"replicate": 4, "strategy": "no_shard"}, 1),
 }
 
 
 class OnWire:
-    """What operations take: products a constant, collectives of one kind their bytes."""
+    """Time of operations: a constant for products, bytes for collectives of one kind."""
 
     def __init__(self, kind, compute):
         self._kind, self._compute, self.on_wire = kind, compute, 0
@@ -99,13 +99,13 @@ class OnWire:
         if name in ("mm", "addmm"):
             return self._compute
         takes = tensors[0].nbytes if tensors and self.played.now == self._kind else 0
-        is_settled = self.played.place.startswith("settle")  # a small sum that hides behind nothing
+        is_settled = self.played.place.startswith("settle")  # a small sum that no compute hides
         self.on_wire += 0 if is_settled else takes
         return 0 if is_settled else takes
 
 
 def step_on_wire(kind, settings, compute):
-    """How long a step takes, its collectives, and what the engine says that it waited."""
+    """Returns the time of a step and its collectives, and the engine's measured wait."""
     times = OnWire(kind, compute)
     with times.played.device() as played:
         model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
@@ -130,12 +130,12 @@ def test_collectives_hide_behind_compute_and_waits_for_them_are_measured(what):
     step, on_wire, waited = step_on_wire(what.partition(",")[0], settings, compute)
     passes = 2 if what == "gather" else 1
     block = share * 4 * WIDTH * WIDTH
-    assert on_wire == pytest.approx(passes * NUM_BLOCKS * block, rel=0.1)  # a block is kept
+    assert on_wire == pytest.approx(passes * NUM_BLOCKS * block, rel=0.1)  # one stays gathered
     assert waited == step - without > 0
     assert 1 - waited / on_wire >= HIDDEN
 
 
-def test_events_are_not_kept_until_somebody_asks_for_times(monkeypatch):
+def test_events_are_not_kept_until_times_are_requested(monkeypatch):
     monkeypatch.setattr(streamed, "MOST_TIMED", 10)
     event, seconds = Played.event, Played.seconds
     made, read, times = [], [], OnWire("gather", 0)

@@ -1,4 +1,4 @@
-"""Whole-matrix optimizers by owner: torch's own, unmodified, equal to one process."""
+"""Unmodified whole-matrix optimizers of torch, run by owners, equal one process."""
 
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ ADAMW = {"lr": 1e-2, "eps": 1e-4}
 
 
 def split(model):
-    """Matrices of blocks, and all else."""
+    """Splits parameters into matrices of blocks and the rest."""
     matrices = [p for n, p in model.named_parameters() if "blocks" in n and p.ndim == 2]
     taken = set(map(id, matrices))
     return matrices, [p for p in model.parameters() if id(p) not in taken]
@@ -43,7 +43,7 @@ NO_ERROR = "NO ERROR: NoneType"
 
 
 class Both:
-    """Two optimizers of one process, stepped one after the other."""
+    """Steps two optimizers of one process one after the other."""
 
     def __init__(self, *optimizers):
         self.optimizers = optimizers
@@ -58,7 +58,7 @@ class Both:
 
 
 def muon_and_adamw(run, *, clear_at=-1, **config):
-    """Muon for matrices of blocks, AdamW for all else, clipped, under a schedule.
+    """Muon for matrices of blocks, AdamW for the rest, clipped, with a schedule.
 
     All states are cleared before step `clear_at`.
     """
@@ -115,7 +115,7 @@ def test_muon_beside_adamw_is_as_in_one_process(ranks, world_size, config):
     ranks(world_size)(compare, partial(muon_and_adamw, **config))
 
 
-def test_cleared_states_begin_anew_as_in_one_process(ranks):
+def test_cleared_states_start_again_as_in_one_process(ranks):
     ranks(2)(compare, partial(muon_and_adamw, clear_at=2))
 
 
@@ -147,7 +147,7 @@ def with_frozen_and_left_out(run):
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_frozen_left_out_uncut_and_untouched_parameters(ranks, world_size):
+def test_frozen_ignored_unsharded_and_unused_parameters(ranks, world_size):
     ranks(world_size)(compare, with_frozen_and_left_out)
 
 
@@ -163,7 +163,7 @@ def states_of_owners():
     ]
 
 
-def test_each_state_lies_whole_with_one_owner(ranks):
+def test_each_state_is_stored_in_full_by_one_owner(ranks):
     found = [entry for rank in ranks(3)(states_of_owners) for entry in rank]
     matrices = 3 * 3 + 2
     assert len(found) == len(set(found)) == matrices
@@ -171,7 +171,7 @@ def test_each_state_lies_whole_with_one_owner(ranks):
 
 
 @on_ranks(2)
-def test_whole_parameters_hold_no_memory_between_steps():
+def test_full_parameters_use_no_memory_between_steps():
     run, model = sharded_run()
     optimizer, found = fs.owned(model, partial(optim.Adafactor, lr=1e-2)), []
     with whole_parameters(found.append):
@@ -182,7 +182,7 @@ def test_whole_parameters_hold_no_memory_between_steps():
 
 
 class Shared(optim.SGD):
-    """Its rate depends on how often it stepped at all."""
+    """Its rate depends on its total number of steps."""
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -191,7 +191,7 @@ class Shared(optim.SGD):
 
 
 class Anchored(optim.SGD):
-    """Keeps copies of the values that it was made with."""
+    """Copies the initial values of its parameters."""
 
     def __init__(self, params, lr):
         super().__init__(params, lr=lr)
@@ -207,7 +207,7 @@ class Anchored(optim.SGD):
 
 
 class Late(optim.SGD):
-    """Does something else once it was called more often than a trial calls it."""
+    """Changes its behaviour after more calls than a probe makes."""
 
     def __init__(self, params, lr, *, fails=False):
         super().__init__(params, lr=lr)
@@ -223,7 +223,7 @@ class Late(optim.SGD):
 
 
 class Switched(optim.SGD):
-    """Notes that it has begun, as bitsandbytes' do."""
+    """Records that it has begun, as bitsandbytes' optimizers do."""
 
     initialized = False
 
@@ -273,7 +273,7 @@ def test_what_owners_cannot_do_is_refused_on_all_ranks(ranks, snapshot):
 
 
 def edited(edit, *, kind=optim.Adafactor, **settings):
-    """What a step says after an edit, or from the ninth call of the owners' optimizer on."""
+    """Returns the errors of a step after an edit, or from the ninth step on."""
     run = Run(2, dist.get_rank())
     model = run.model()
     model.scale.requires_grad_(False)
@@ -319,14 +319,14 @@ def edits():
 
 def test_what_owners_would_not_know_of_is_an_error_on_all_ranks(ranks, snapshot):
     texts = ranks(2)(edits)
-    for text in texts:  # each rank speaks of its own
+    for text in texts:  # each rank names its own parameter
         assert "boom" in text.pop("fails on one rank")
     assert texts[0] == texts[1]
     assert texts[0] == snapshot
 
 
 @on_ranks(2)
-def test_wholes_of_a_tensor_axis_alone_are_gathered_in_rounds_as_planned():
+def test_full_tensors_of_only_a_tensor_axis_are_gathered_in_planned_rounds():
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tensor"))
     model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(3)])
     style = RowwiseParallel(input_layouts=Replicate())
@@ -337,7 +337,7 @@ def test_wholes_of_a_tensor_axis_alone_are_gathered_in_rounds_as_planned():
     model(torch.ones(2, 8)).sum().backward()
     with whole_parameters(lambda params: seen.append(bytes_with_gradients(params))):
         optimizer.step()
-    wholes = OptimizerStates("", 0, owned=Optimizer.ADAMW_BNB_8BIT)  # without temporaries
+    wholes = OptimizerStates("", 0, owned=Optimizer.ADAMW_BNB_8BIT)  # temporaries are not counted
     assert seen == [2 * 4 * 8 * 8] * 3
-    parts = seen[0] // 2  # allocated before, as the owner's part and its gradient
+    parts = seen[0] // 2  # allocated before: the owner's part and its gradient
     assert whole_bytes(engine_of(model).plan.groups, wholes) == seen[0] + parts

@@ -12,11 +12,11 @@ from fullshard.errors import OutOfMemoryError
 from fullshard.planner.units import Homes, Place
 
 NUMEL = (5 << 20) + 3  # just above a power of two
-DEVICE = torch.device("cuda", 3)  # not the current one of each thread
+DEVICE = torch.device("cuda", 3)  # not each thread's current stream
 
 
 class Cuda:
-    """Notes what CUDA is asked to lock; `answer` is an error code."""
+    """Records the memory that CUDA is asked to lock; `answer` is an error code."""
 
     def __init__(self, answer=0):
         self.answer, self.locked, self.idle = answer, {}, None
@@ -27,8 +27,8 @@ class Cuda:
         return self.answer
 
     def cudaHostUnregister(self, address):
-        assert is_mapped(address)  # CUDA would still write to pages that are someone else's
-        assert self.idle == DEVICE  # its copies may still read them
+        assert is_mapped(address)  # CUDA would still write to pages with a new owner
+        assert self.idle == DEVICE  # copies may still read them
         del self.locked[address]
         return 0
 
@@ -76,7 +76,7 @@ def test_memory_that_cannot_be_locked_is_named(monkeypatch):
     with pytest.raises(OutOfMemoryError, match=r"20,971,532 bytes of page-locked.*returned 2"):
         on_cuda(monkeypatch, cuda).zeros(NUMEL, torch.float32)
     gc.collect()
-    assert cuda.locked  # what was never locked is not unlocked
+    assert cuda.locked  # memory that was never locked is not unlocked
 
 
 def test_a_cpu_locks_nothing(monkeypatch):

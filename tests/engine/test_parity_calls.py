@@ -1,4 +1,4 @@
-"""Ways to call a model other than one forward and one backward a step."""
+"""Ways to call a model other than one forward and one backward per step."""
 
 import pytest
 import torch
@@ -14,11 +14,11 @@ from support.parity import assert_parity, whole_gradients
 from support.ranks import on_ranks
 
 LLAMA = CASES["llama"]
-# No prefetch, so that every gather is on demand; and depth 2, where slots are taken early.
+# Depth 0, so that every gather is on demand; and depth 2, which reserves slots early.
 DEPTHS = ((0, 0), (2, 2))
 
 
-# ---- work: each is run by one process for all ranks, and by every rank ---------------------------
+# ---- work: one process runs each for all ranks, and every rank runs its own ----------------------
 
 
 def two_forwards_one_backward(model, step, rank):
@@ -43,7 +43,7 @@ def two_backwards(model, step, rank):
 
 
 def interleaved(model, step, rank):
-    """As a pipeline does it: the next forward comes before the last backward."""
+    """Like a pipeline: the next forward runs before the last backward."""
     losses = [CHAIN.loss(model(**CHAIN.batch(step, rank)))]
     for k in range(1, 4):
         losses.append(CHAIN.loss(model(**CHAIN.batch(step + 50 * k, rank))))
@@ -53,13 +53,13 @@ def interleaved(model, step, rank):
 
 
 def backward_into_kept_gradients(model, step, rank):
-    """Two whole steps into one gradient; the second adds to what the first reduced."""
+    """Two whole steps accumulate; the second adds to reduced gradients of the first."""
     CHAIN.work(model, step, rank)
     return CHAIN.work(model, step + 50, rank)
 
 
 def two_forwards_of_which_one_is_dropped(model, step, rank):
-    CHAIN.loss(model(**CHAIN.batch(step + 50, rank)))  # never goes backward
+    CHAIN.loss(model(**CHAIN.batch(step + 50, rank)))  # has no backward
     return CHAIN.work(model, step, rank)
 
 
@@ -82,7 +82,7 @@ def evaluate(model, step, rank, mode):
 
 
 def evaluate_everywhere(model, step, rank):
-    """Before the step, between forward and backward, and after it."""
+    """Evaluates before the step, between forward and backward, and after the step."""
     losses = [evaluate(model, step, rank, torch.no_grad)]
     loss = CHAIN.loss(model(**CHAIN.batch(step, rank)))
     losses.append(evaluate(model, step, rank, torch.inference_mode))
@@ -105,7 +105,7 @@ def test_any_number_of_forwards_and_backwards_is_as_in_one_process(strategy):
 
 
 class FromInputs(torch.nn.Module):
-    """A chain whose input asks for gradients; inputs of every step keep theirs."""
+    """A chain whose input requires gradients; inputs of every step keep theirs."""
 
     def __init__(self):
         super().__init__()
@@ -119,7 +119,7 @@ class FromInputs(torch.nn.Module):
 
 
 def gradients_of_inputs_alone(model, step, rank):
-    """`backward(inputs=)` and `autograd.grad` reach no parameter; a whole backward follows."""
+    """`backward(inputs=)` and `autograd.grad` reach no parameter; then a full backward."""
     output = model(**vectors(step, rank)).square().mean()
     x = model.seen.pop()
     output.backward(inputs=[x], retain_graph=True)
@@ -156,11 +156,11 @@ def test_autograd_grad_of_a_shard_is_an_error_and_leaves_the_model_usable():
     assert all(g is not None for g in whole_gradients(model).values())
 
 
-# ---- outputs that are handed on, and losses on inner ones ----------------------------------------
+# ---- outputs passed to later units, and losses on inner outputs ----------------------------------
 
 
 class BiasedBlock(torch.nn.Module):
-    """The first block makes a bias from a weight of its own; all return it as it is."""
+    """The first block computes a bias from its own weight; all return it unchanged."""
 
     def __init__(self, makes_bias):
         super().__init__()
@@ -174,7 +174,7 @@ class BiasedBlock(torch.nn.Module):
 
 
 class Biased(torch.nn.Module):
-    """Six blocks; every block's output goes into the loss as a mapping."""
+    """Six blocks; the loss reads every block's output from a mapping."""
 
     def __init__(self):
         super().__init__()
@@ -210,7 +210,7 @@ def losses_on_hidden_states(model, step, rank):
 
 
 def loss_on_an_early_state_alone(model, step, rank):
-    """Later blocks take part in forward and get no gradient at all."""
+    """Later blocks run in forward and get no gradient."""
     return backward_of(model(**vectors(step, rank))["states"][2].square().mean())
 
 
@@ -242,7 +242,7 @@ def test_gradients_may_enter_a_unit_by_any_of_its_outputs(strategy):
 
 
 class Marked(nn.Linear):
-    """Reads what was set on its parameters before training and between steps, and sets some."""
+    """Reads attributes set on its parameters before training and between steps, and sets some."""
 
     def forward(self, x):
         self.bias.rows = len(x)
@@ -270,7 +270,7 @@ def loss_of_marked(model, step, rank):
 @pytest.mark.short(1)
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @on_ranks(2)
-def test_attributes_of_parameters_are_there_in_forward_and_after_it(strategy):
+def test_attributes_of_parameters_are_visible_in_forward_and_after_it(strategy):
     for recompute in ("none", "block"):
         settings = {"strategy": strategy, "wrap": "Marked", "activation_checkpointing": recompute}
         model = assert_parity(marked, loss_of_marked, settings)
@@ -279,7 +279,7 @@ def test_attributes_of_parameters_are_there_in_forward_and_after_it(strategy):
 
 
 class Switches(nn.Module):
-    """Turns gradients on inside its forward."""
+    """Enables gradients inside its forward."""
 
     def __init__(self):
         super().__init__()

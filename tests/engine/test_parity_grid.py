@@ -1,4 +1,4 @@
-"""Sharded training computes what one process computes: models, strategies, depths, units."""
+"""Sharded training equals one process: models, strategies, depths, units."""
 
 import itertools
 
@@ -13,11 +13,11 @@ from support.ranks import on_ranks
 LONG, SLOW = pytest.mark.long, pytest.mark.slow
 DEPTHS = tuple(itertools.product((0, 1, 2), (0, 1, 2)))
 FEW_DEPTHS = ((0, 0), (0, 2), (1, 1), (2, 1))
-STRANGE = ("t5", "albert")  # their first step does not do what registration says
+STRANGE = ("t5", "albert")  # their first step differs from the registration order
 
 
 def inner_modules(module):
-    """A callable wrap: units inside of blocks that are none themselves."""
+    """A callable wrap: units inside of blocks that are not units themselves."""
     return type(module).__name__ in ("LlamaMLP", "LlamaAttention")
 
 
@@ -32,7 +32,7 @@ WRAPS = (
 )
 
 
-SHORT = {  # three ranks cut inside parameters; one rank moves nothing, whatever the model
+SHORT = {  # three ranks cut inside parameters; one rank sends nothing with any model
     1: ("chain",),
     2: ("tied llama",),
     3: ("convolutional net",),
@@ -70,7 +70,7 @@ MIXED = (
     {"strategies": {"blocks.1": "no_shard"}},
     {"strategies": {"blocks.*": "no_shard", "blocks.2": "shard_grad_op"}},
     {"strategy": "shard_grad_op", "strategies": {"blocks.0": "full_shard"}},
-    {"strategies": {"head": "no_shard", "stem": "shard_grad_op"}},  # named, so units
+    {"strategies": {"head": "no_shard", "stem": "shard_grad_op"}},  # units, chosen by name
     {"strategy": "hybrid_shard", "replicate": 2, "strategies": {"blocks.1": "no_shard"}},
 )
 

@@ -1,4 +1,4 @@
-"""Models that do not run as they are registered, or not the same on every rank."""
+"""Models that do not run in registration order, or run differently on each rank."""
 
 import itertools
 import sys
@@ -22,11 +22,11 @@ from support.parity import assert_parity, assert_planned_events, backward_alone,
 from support.ranks import on_ranks
 
 DEPTHS = ((0, 0), (1, 1), (2, 1), (0, 2))
-FEW_DEPTHS = ((0, 0), (2, 1))  # where every order is tried with each
+FEW_DEPTHS = ((0, 0), (2, 1))  # every order is tried with each
 ALL = (0, 1, 2, 3)
 
 
-# ---- an order of its own, repetitions ------------------------------------------------------------
+# ---- a different order, repetitions --------------------------------------------------------------
 
 ORDERS = {
     "backwards": (3, 2, 1, 0),
@@ -36,7 +36,7 @@ ORDERS = {
     "alternating": (0, 1, 0, 1, 2, 3, 2),
     "one block alone": (1, 1, 1),
 }
-BUILDS = {name: partial(chain, 4, order) for name, order in ORDERS.items()}  # one object a name
+BUILDS = {name: partial(chain, 4, order) for name, order in ORDERS.items()}  # one object per name
 
 
 @pytest.mark.short(1)
@@ -54,7 +54,7 @@ def test_the_order_is_learned_and_events_are_then_those_of_the_new_plan(strategy
 
 
 def two_graphs(model, step, rank):
-    """Two forwards come before two backwards, and the evaluation of a block between them."""
+    """Two forwards before two backwards, and a block's evaluation between them."""
     one, other = (mean_square(model(**vectors(at, rank))) for at in (step, step + 50))
     with torch.no_grad():
         model.blocks[2](torch.ones(1, WIDTH, dtype=torch.float64))
@@ -69,7 +69,7 @@ def test_an_order_is_not_learned_while_a_graph_waits_for_its_backward():
 
 
 class Uneven(torch.nn.Module):
-    """A block whose gradients have two buffers of one dtype, the first of a size of its own."""
+    """A block with two gradient buffers of one dtype; the first has a different size per block."""
 
     def __init__(self, inner):
         super().__init__()
@@ -81,7 +81,7 @@ class Uneven(torch.nn.Module):
 
 
 class Falling(torch.nn.Sequential):
-    """Modules that run from the last to the first."""
+    """Runs its modules from the last to the first."""
 
     def forward(self, x):
         for module in reversed(self):
@@ -90,7 +90,7 @@ class Falling(torch.nn.Sequential):
 
 
 def spilled(sample):
-    """The first gradients of such a model; whether they spilled; bytes that spilled, and may."""
+    """Returns first gradients, the number of spills, spilled bytes, and their planned bound."""
     torch.manual_seed(0)
     model, x = Falling(*map(Uneven, (33, 36, 40, 47))), torch.randn(3, WIDTH)
     settings = {"param_dtype": "bf16", "reduce_dtype": "fp32", "fp32_modules": ["*.norm"]}
@@ -108,8 +108,8 @@ def spilled(sample):
     return found, events, spills["peak"], most
 
 
-def test_gradients_that_find_their_slot_in_use_wait_in_buffers_that_the_plan_can_name():
-    """As in a first step whose order is not known, unless it was traced."""
+def test_gradients_whose_slot_is_in_use_spill_within_the_planned_bound():
+    """The first step's order is unknown unless it was traced, so gradients may spill."""
     found, events, used, most = spilled(None)
     assert events == [4, 0]  # two blocks of two buffers each
     assert used == most > 0
@@ -120,7 +120,7 @@ def test_gradients_that_find_their_slot_in_use_wait_in_buffers_that_the_plan_can
 
 
 @pytest.mark.parametrize("part", ["none", "a frozen block", "an evaluation", "a block alone"])
-def test_an_order_is_learned_beside_units_without_a_backward(part):
+def test_an_order_is_learned_despite_units_without_a_backward(part):
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
     if part == "a frozen block":
         model[0].requires_grad_(False)
@@ -134,8 +134,8 @@ def test_an_order_is_learned_beside_units_without_a_backward(part):
 
 
 @on_ranks(2)
-def test_units_that_get_other_slots_with_the_learned_order_stay_open_in_their_forward():
-    """The first step leaves a block out; later ones call them all."""
+def test_units_with_new_slots_stay_open_in_their_forward():
+    """The first step skips a block; later ones call all blocks."""
 
     def work(model, step, rank):
         order = (1, 3, 0) if step == 0 else (2, 3, 0, 1)
@@ -146,23 +146,23 @@ def test_units_that_get_other_slots_with_the_learned_order_stay_open_in_their_fo
     assert_parity(chain, work, settings, kinds=("sgd",))
 
 
-# ---- another order in every step -----------------------------------------------------------------
+# ---- a different order in every step -------------------------------------------------------------
 
 
 def changing_order(model, step, rank):
-    """What the first step showed does not come again."""
+    """Later steps run in a different order than the first one."""
     orders = [(0, 1, 2, 3), (3, 1, 0), (2, 2, 0, 1, 3)]
     return CHAIN.work(model, step, rank, order=orders[step])
 
 
 def later_blocks(model, step, rank):
-    """Blocks that the first step, which shows the order, uses on no rank, then on some."""
+    """The first step, which learns the order, skips blocks that some ranks use later."""
     order = (2, 0) if step == 0 else [(0, 1), (2, 3), (3, 0)][(rank + step) % 3]
     return CHAIN.work(model, step, rank, order=order)
 
 
 def shorter_evaluation(model, step, rank):
-    """An early exit under no_grad, on one rank earlier than on the others."""
+    """Exits early under no_grad, on one rank earlier than on the others."""
     with torch.no_grad():
         model(**vectors(step, rank), order=(0,) if rank == 0 else (0, 1, 2))
     loss = mean_square(model(**vectors(step, rank)))
@@ -175,7 +175,7 @@ def shorter_evaluation(model, step, rank):
 @pytest.mark.short(1)
 @pytest.mark.parametrize(("strategy", "world_size"), PAIRED)
 @on_ranks("world_size", timeout=100)
-def test_another_order_than_that_of_the_first_step_or_of_other_ranks_stays_right(strategy):
+def test_orders_that_differ_from_the_first_step_or_other_ranks_stay_right(strategy):
     for work in (changing_order, later_blocks, shorter_evaluation):
         kinds, depths = ("sgd",), DEPTHS
         if work is later_blocks:
@@ -184,13 +184,13 @@ def test_another_order_than_that_of_the_first_step_or_of_other_ranks_stays_right
             assert_parity(chain, work, settings, kinds=kinds)
 
 
-# ---- what learning an order takes ----------------------------------------------------------------
+# ---- memory for learning an order ----------------------------------------------------------------
 
 
 class NewSlots:
-    """Bytes of slots that are made inside, and whether the old ones were gone by then.
+    """Records bytes of slots made inside, and whether the old ones were freed by then.
 
-    The engine makes them outside of modes.
+    The engine makes them with modes disabled.
     """
 
     def __init__(self, old):
@@ -212,7 +212,7 @@ class NewSlots:
 
 
 def learn(order):
-    """Two steps of a chain that runs in another order than it is registered."""
+    """Two steps of a chain that runs in a different order than it is registered."""
     model: Any = fs.shard(chain(), wrap=["Block"], transport="fake", shard=2)
     old = []
     for block in model.blocks:
@@ -226,20 +226,20 @@ def learn(order):
     return made
 
 
-def test_rings_that_stay_alike_are_used_again():
+def test_unchanged_rings_are_reused():
     assert learn((3, 1, 2, 0)).num_bytes == 0
 
 
 def test_rings_are_freed_before_others_are_made():
-    made = learn((0, 1, 2, 3, 0, 1, 2, 3))  # which gives each block a ring of its own
+    made = learn((0, 1, 2, 3, 0, 1, 2, 3))  # each block then has its own ring
     assert made.num_bytes > 0
     assert made.alive == 0
 
 
 def learn_beside_peers(order, is_alone, monkeypatch):
-    """As `learn`, with offloaded weights in shared memory: their memory, and whether it was freed.
+    """Like `learn`, with offloaded weights in shared memory; returns memory and its release.
 
-    Where segments are made, all ranks meet: by then, none may map a former one.
+    All ranks meet where segments are made; by then, no rank may map an old one.
     """
     made, old, alive, share = [], [], [], shared.share_segment
 
@@ -256,7 +256,7 @@ def learn_beside_peers(order, is_alone, monkeypatch):
     if is_alone:
         with torch.no_grad():  # prefetches units that are never entered
             model.blocks[order[0]](torch.ones(1, WIDTH, dtype=torch.float64))
-    old += made[-2:]  # of gathered weights and of gradients
+    old += made[-2:]  # segments of gathered weights and of gradients
     model.zero_grad()
     CHAIN.work(model, 1, dist.get_rank(), order=order)
     assert engine_of(model).runtime.agreed
@@ -269,7 +269,7 @@ def learn_beside_peers(order, is_alone, monkeypatch):
 @pytest.mark.short(1)
 @pytest.mark.parametrize("is_alone", [False, True])
 @on_ranks(2)
-def test_slots_in_shared_memory_are_used_again_or_freed_first(is_alone):
+def test_slots_in_shared_memory_are_reused_or_freed_first(is_alone):
     patches = pytest.MonkeyPatch()
     assert learn_beside_peers((3, 1, 2, 0), is_alone, patches) == ([True, True], [])
     kept, alive = learn_beside_peers((0, 1, 2, 3, 0, 1, 2, 3), is_alone, patches)
@@ -280,7 +280,7 @@ def test_slots_in_shared_memory_are_used_again_or_freed_first(is_alone):
 
 # ---- blocks skipped on one rank ------------------------------------------------------------------
 
-SKIPS = {  # what the last rank calls where the others call all, by step
+SKIPS = {  # blocks that the last rank calls, by step; other ranks call all
     "the first": {0: (1, 2, 3), 1: (1, 2, 3), 2: ALL},
     "one inside, from the second step on": {0: ALL, 1: (0, 2, 3), 2: (0, 1, 3)},
     "two inside": {0: (0, 3), 1: ALL, 2: (0, 3)},
@@ -308,7 +308,7 @@ def skipping(model, step, rank, name, world_size):
     ),
 )
 @on_ranks("world_size", timeout=60)
-def test_blocks_skipped_on_one_rank_neither_hang_nor_miss_a_reduction(name, strategy):
+def test_blocks_skipped_on_one_rank_cause_no_hang_and_no_missed_reduction(name, strategy):
     work = partial(skipping, name=name, world_size=dist.get_world_size())
     for settings in prefetching(strategy, FEW_DEPTHS):
         assert_parity(chain, work, settings, kinds=("adamw",))
@@ -321,7 +321,7 @@ def test_blocks_skipped_on_one_rank_neither_hang_nor_miss_a_reduction(name, stra
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks("world_size")
 def test_an_order_traced_from_a_sample_is_run_from_the_first_step():
-    """With the order known from a sample the first step's events are the plan's already."""
+    """The first step's events are those of the plan."""
     for order in ORDERS.values():
         model = chain(4, order)
         fs.shard(model, sample=(torch.zeros(5, 12, dtype=torch.float64),), poison=True)
@@ -333,7 +333,7 @@ def test_an_order_traced_from_a_sample_is_run_from_the_first_step():
 @pytest.mark.parametrize("name", SKIPS)
 @on_ranks(2, timeout=40)
 def test_blocks_skipped_on_one_rank_are_gathered_from_host_and_disk(name, tmp_path):
-    """A rank that skips a unit does not copy it, and must not keep its peers from going on."""
+    """A rank that skips a unit does not copy it, and must not block its peers."""
     work = partial(skipping, name=name, world_size=2)
     kinds = ("parameters", "gradients", "optimizer")
     on_disk = {**dict.fromkeys(kinds, "nvme"), "folder": str(tmp_path)}

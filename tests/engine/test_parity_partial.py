@@ -1,4 +1,4 @@
-"""Parameters that get no gradient: unused, unused on one rank, frozen, adapted, turned off."""
+"""Parameters without gradients: unused, unused on one rank, frozen, adapted, turned off."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -23,7 +23,7 @@ from support.ranks import on_ranks
 
 
 class Adapter(torch.nn.Module):
-    """A frozen linear layer with a trainable low-rank one beside it (LoRA)."""
+    """A frozen linear layer with a trainable low-rank adapter (LoRA)."""
 
     def __init__(self, inner, rank=2):
         super().__init__()
@@ -36,7 +36,7 @@ class Adapter(torch.nn.Module):
 
 
 class SometimesBlock(Block):
-    """Uses one more parameter when it is told to."""
+    """Uses one more parameter on request."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ class SometimesBlock(Block):
 
 
 class Sometimes(torch.nn.Module):
-    """Blocks, gates of the root and whole layers that only some calls use."""
+    """Blocks, parameters of the root and whole layers that only some calls use."""
 
     def __init__(self):
         super().__init__()
@@ -77,12 +77,12 @@ def never_used(model, step, rank):
 
 
 def used_in_some_steps(model, step, rank):
-    """A parameter that had a gradient has none in the next step, in which AdamW leaves it alone."""
+    """A parameter with a gradient has none in the next step, so AdamW skips it."""
     return CHAIN.work(model, step, rank, use=(step, 3), gated=step == 1)
 
 
 def used_on_one_rank(model, step, rank):
-    """Other ranks contribute nothing; the mean over ranks still divides by their number."""
+    """The other ranks contribute zero; the mean still divides by the number of ranks."""
     return CHAIN.work(model, step, rank, use=(1, step) if rank == 1 else ())
 
 
@@ -92,7 +92,7 @@ def used_everywhere_but_on_one_rank(model, step, rank):
 
 
 def head_alone_on_one_rank(model, step, rank):
-    """On rank 0 the loss cuts the graph before the head: only the head's own gradients come."""
+    """On rank 0 the loss cuts the graph before the head, so only the head has gradients."""
     model.blocks[3].register_forward_hook(lambda m, a, out: out.detach() if rank == 0 else out)
     loss = mean_square(model(**vectors(step, rank)))
     loss.backward()
@@ -101,7 +101,7 @@ def head_alone_on_one_rank(model, step, rank):
 
 
 class NoGradient(torch.autograd.Function):
-    """Passes x on; its second input gets no gradient at all."""
+    """Passes x on; its second input gets no gradient."""
 
     @staticmethod
     def forward(ctx, x, _):
@@ -113,7 +113,7 @@ class NoGradient(torch.autograd.Function):
 
 
 def without_a_gradient_of_its_own_function(model, step, rank):
-    """Autograd reaches the parameter, and gives it none."""
+    """Autograd reaches the parameter but returns no gradient."""
     with_none = model.blocks[1].register_forward_hook(
         lambda block, _, out: NoGradient.apply(out, block.unused)
     )
@@ -135,14 +135,14 @@ UNUSED = (
 @pytest.mark.short(1)
 @pytest.mark.parametrize(("strategy", "world_size"), RANKED)
 @on_ranks("world_size", timeout=100)
-def test_unused_parameters_are_left_alone_as_in_one_process(strategy):
+def test_unused_parameters_are_unchanged_as_in_one_process(strategy):
     for work, settings in in_turn(UNUSED, strategy):
         assert_parity(sometimes, work, settings, kinds=("adamw",))
 
 
 @on_ranks(2, timeout=100)
-def test_experts_that_few_tokens_reach_train_as_in_one_process():
-    """An expert that no token of any rank reached, or of one rank only."""
+def test_experts_with_few_tokens_train_as_in_one_process():
+    """No token, or tokens of only one rank, reach an expert."""
     from support.models import CASES
 
     case = CASES["mixture of experts"]
@@ -195,7 +195,7 @@ FROZEN = (frozen_start, frozen_middle, frozen_end, frozen_but_the_norms, adapted
 
 
 def assert_frozen_has_no_gradient_memory(model):
-    """Gradient shards and slots are as large as the trained groups alone make them."""
+    """Gradient shards and slots are as large as those of the trained groups only."""
     engine = engine_of(model)
     groups = [group for unit in engine.units for group in unit.groups]
     for group in groups:
@@ -221,7 +221,7 @@ def test_frozen_and_adapted_models_train_as_in_one_process(strategy):
 
 
 def gradients_of_frozen_start(model, step, rank):
-    """Inputs ask for gradients, so that backward runs through the frozen blocks."""
+    """Inputs require gradients, so that backward runs through the frozen blocks."""
     x = vectors(step, rank)["x"].requires_grad_()
     loss = mean_square(model(x))
     loss.backward()
@@ -240,14 +240,14 @@ def test_gradients_flow_through_frozen_blocks_to_the_inputs(strategy):
 
 
 def frozen_in_the_second_step(model, step, rank):
-    """Gradual unfreezing, the other way around: off for one step, a block and a bias."""
+    """A block and a bias are frozen for one step."""
     model.blocks[1].requires_grad_(step != 1)
     model.head.bias.requires_grad_(step != 1)
     return never_used(model, step, rank)
 
 
 def trained_in_the_second_step_by_a_forward(model, step, rank):
-    """The forward decides for each call which later unit it trains, as stochastic freezing does."""
+    """Each forward chooses which later unit to train, as in stochastic freezing."""
     switch = lambda *_: model.blocks[2].requires_grad_(step == 1) and None  # noqa: E731
     handle = model.blocks[0].register_forward_hook(switch)
     loss = never_used(model, step, rank)
@@ -256,7 +256,7 @@ def trained_in_the_second_step_by_a_forward(model, step, rank):
 
 
 def switched_while_units_are_open(model, step, rank):
-    """A forward and a backward switch weights of units that are open, by shards in a list."""
+    """A forward and a backward switch requires_grad of weights of open units."""
     forward = [model.head.weight, *model.blocks[0].parameters()]
     backward = [model.blocks[2].norm.weight, *model.blocks[1].parameters()]
 
@@ -317,7 +317,7 @@ def test_weights_frozen_after_a_forward_may_be_trained_in_its_backward():
 
 @on_ranks(2)
 def test_a_model_without_trained_parameters_gives_gradients_of_its_inputs():
-    """A model without a trained parameter evaluates, and gives gradients of its inputs."""
+    """The model is also evaluated."""
     model = fs.shard(sometimes().requires_grad_(False), poison=True)
     alone = sometimes().requires_grad_(False)
     for step in range(3):
@@ -331,7 +331,7 @@ def test_a_model_without_trained_parameters_gives_gradients_of_its_inputs():
 
 
 class Routed(torch.nn.Module):
-    """Each rank takes another block, one of which is frozen."""
+    """Each rank uses a different block, one of which is frozen."""
 
     def __init__(self):
         super().__init__()
@@ -344,7 +344,7 @@ class Routed(torch.nn.Module):
 
 
 def assert_gradients_of_calls(kind, settings, given, defers):
-    """Four backwards of calls `given(step, rank)` on shards and alone, every other one deferred."""
+    """Compares four backwards of `given(step, rank)`; every other one may be deferred."""
     model, alone = (perturbed(kind().double()) for _ in range(2))
     alone.load_state_dict(model.state_dict())
     fs.shard(model, wrap=["Block"], poison=True, **settings)
@@ -360,8 +360,8 @@ def assert_gradients_of_calls(kind, settings, given, defers):
 
 @pytest.mark.parametrize("transport", ["direct", "c10d", "shared"])
 @on_ranks(2)
-def test_a_frozen_unit_on_one_ranks_way_is_gathered_by_all(transport):
-    """Its output takes no part in a graph on that rank, so nothing there enters its backward."""
+def test_a_frozen_unit_that_one_rank_uses_is_gathered_by_all(transport):
+    """On that rank its output needs no gradient, so its backward is never entered there."""
 
     def given(step, rank):
         return {"block": (step + rank) % 2}
@@ -370,7 +370,7 @@ def test_a_frozen_unit_on_one_ranks_way_is_gathered_by_all(transport):
 
 
 class Prompted(torch.nn.Module):
-    """A trained prompt of the root passes through a frozen block, where a rank has one."""
+    """A trained prompt of the root passes through a frozen block on some ranks."""
 
     def __init__(self):
         super().__init__()
@@ -393,7 +393,7 @@ class Prompted(torch.nn.Module):
 @pytest.mark.parametrize("first", [(0,), (1,), (0, 1)], ids=str)
 @on_ranks(2)
 def test_gradients_may_pass_through_the_first_frozen_units_on_some_ranks(transport, defers, first):
-    """In the first step on ranks `first`, later on all of them in turn."""
+    """In the first step on ranks `first`, later on each rank in turn."""
     offload = {"transport": "shared", "offload": "cpu"}
     settings = offload if transport == "offloaded" else {"transport": transport}
 

@@ -1,4 +1,4 @@
-"""What users do around a step: exceptions in the middle, hooks, gradients of their own."""
+"""Exceptions in the middle of a step, users' hooks, and users' gradients."""
 
 from unittest.mock import patch
 
@@ -21,11 +21,11 @@ from support.ranks import on_ranks
 
 
 class UserError(Exception):
-    """Raised by a user's code."""
+    """An error of the user's code."""
 
 
 class Interrupt(BaseException):
-    """Like a KeyboardInterrupt: torch does not call forward hooks for it."""
+    """Like a KeyboardInterrupt, after which torch does not call forward hooks."""
 
 
 def raise_it(kind):
@@ -33,7 +33,7 @@ def raise_it(kind):
 
 
 def failing_forward(model, where, kind):
-    """A forward in which one module of the user raises, in its own forward."""
+    """A user's module raises in its forward."""
     module = model.get_submodule(where)
     original = module.forward
     module.forward = lambda *args, **kwargs: raise_it(kind)
@@ -44,7 +44,7 @@ def failing_forward(model, where, kind):
 
 
 def failing_hook(model, where, before):
-    """A forward in which a hook of the user raises, before or after a module."""
+    """A user's hook raises before or after a module."""
     module = model.get_submodule(where)
     register = module.register_forward_pre_hook if before else module.register_forward_hook
     handle = register(lambda *_: raise_it(UserError))
@@ -55,14 +55,14 @@ def failing_hook(model, where, before):
 
 
 def failing_backward(model, block):
-    """A backward that raises where the gradient of a block's output is there."""
+    """Backward raises when the gradient of a block's output is ready."""
     scores, states = model(**vectors(99, 0), states=True)
     states[block].register_hook(lambda _: raise_it(UserError))
     mean_square(scores).backward()
 
 
 def failing_loss(model):
-    """A whole forward, and no backward."""
+    """A complete forward without a backward."""
     mean_square(model(**vectors(99, 0)))
     raise UserError("in the loss")
 
@@ -95,7 +95,7 @@ def fail_in_evaluation(model):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks("world_size", timeout=100)
 def test_the_step_after_an_exception_is_right():
-    """One failure, before the first step and twice before the last."""
+    """Fails once before the first step and twice before the last."""
     for name in FAILURES:
 
         def work(model, step, rank, name=name):
@@ -113,7 +113,7 @@ def test_the_step_after_an_exception_is_right():
 @pytest.mark.parametrize(("strategy", "world_size"), RANKED)
 @on_ranks("world_size", timeout=100)
 def test_the_step_after_many_exceptions_is_right(strategy):
-    """One after another, before every step."""
+    """Every failure happens once before every step."""
 
     def work(model, step, rank):
         for name in FAILURES:
@@ -146,8 +146,8 @@ def open_whole(model, whole):
 @pytest.mark.parametrize("read", [read_whole, read_state, open_whole])
 @pytest.mark.parametrize("transport", ["direct", "shared"])
 @on_ranks(2)
-def test_what_is_read_after_an_interrupt_are_the_weights(read, transport):
-    """In the masters' dtype: modules would go on to show what the forward computes with."""
+def test_reads_after_an_interrupt_show_the_weights(read, transport):
+    """In the masters' dtype; modules would otherwise still show the compute parameters."""
     model = chain().float()
     whole = {name: param.detach().clone() for name, param in model.named_parameters()}
     fs.shard(model, poison=True, transport=transport, param_dtype="bf16")
@@ -186,7 +186,7 @@ def test_an_interrupt_changes_neither_gradients_nor_what_follows(change, transpo
 
 @pytest.mark.parametrize("transport", ["direct", "shared"])
 @on_ranks(2)
-def test_the_model_after_an_interrupt_in_a_part_of_its_root_begins_a_step(transport):
+def test_after_an_interrupt_in_a_part_the_model_begins_a_new_step(transport):
     model = fs.shard(chain(), poison=True, transport=transport)
     runtime = engine_of(model).runtime
     handle = model.stem.register_forward_pre_hook(lambda *_: raise_it(Interrupt))
@@ -199,7 +199,7 @@ def test_the_model_after_an_interrupt_in_a_part_of_its_root_begins_a_step(transp
 
 
 @on_ranks(2)
-def test_an_optimizer_of_what_an_interrupted_forward_shows_is_refused():
+def test_an_optimizer_made_inside_an_interrupted_forward_is_refused():
     model = fs.shard(chain())
     fail(model, INTERRUPT)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -209,8 +209,8 @@ def test_an_optimizer_of_what_an_interrupted_forward_shows_is_refused():
 
 
 @on_ranks(2)
-def test_a_failed_backward_drops_what_was_deferred():
-    """What was deferred before a failed backward is lost with it, as fs.reset says."""
+def test_a_failed_backward_drops_deferred_gradients():
+    """fs.reset reports that deferred gradients are lost."""
     model = fs.shard(chain(), poison=True)
     rank = dist.get_rank()
     with fs.no_sync(model):
@@ -223,8 +223,8 @@ def test_a_failed_backward_drops_what_was_deferred():
 
 
 @on_ranks(2)
-def test_a_backward_that_fails_after_others_says_that_the_step_must_be_repeated():
-    """What is logged where gradients were there before a backward failed, and where none were."""
+def test_a_backward_that_fails_after_others_asks_to_repeat_the_step():
+    """Compares the logs with and without earlier gradients."""
     model = fs.shard(chain(), poison=True)
     said: list[str] = []
     with patch.object(gradients.logger, "warning", said.append):
@@ -256,7 +256,7 @@ def test_after_failures_and_a_reset_the_events_are_those_of_the_plan():
 
 
 def with_hooks():
-    """A chain whose hooks read weights, activations and gradients into `seen`."""
+    """A chain whose hooks record weights, activations and gradients in `seen`."""
     model = chain()
     model.seen = []
 
@@ -273,7 +273,7 @@ def with_hooks():
 
 
 def hooked_step(model, step, rank):
-    """Hooks of forward and backward see whole weights and what one process sees."""
+    """Forward and backward hooks see full weights, as in one process."""
     model.seen.clear()
     loss = mean_square(model(**vectors(step, rank)))
     loss.backward()
@@ -283,7 +283,7 @@ def hooked_step(model, step, rank):
 
 
 def scaled_step(model, step, rank):
-    """Hooks that change activations and gradients."""
+    """Hooks change activations and gradients."""
     handles = [
         model.blocks[1].register_forward_hook(lambda m, args, out: out * 1.5),
         model.blocks[2].register_full_backward_hook(lambda m, gi, go: (gi[0] * 0.5,)),
@@ -301,17 +301,17 @@ def scaled_step(model, step, rank):
 @pytest.mark.short(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2, timeout=100)
-def test_hooks_of_users_see_and_change_what_they_do_in_one_process(strategy):
+def test_hooks_of_users_see_and_change_the_same_as_in_one_process(strategy):
     cases = ((with_hooks, hooked_step), (chain, scaled_step))
     for (build, work), settings in in_turn(cases, strategy):
         assert_parity(build, work, settings, kinds=("sgd",))
 
 
-# ---- gradients that users fill with zeros (kept and replaced ones: test_pending.py) --------------
+# ---- gradients that users zero in place (kept and replaced ones: test_pending.py) ----------------
 
 
 def zero_in_place(model, step, rank):
-    """zero_grad(set_to_none=False) after a first backward, when there are gradients to fill."""
+    """zero_grad(set_to_none=False) after a first backward, when gradients exist."""
     CHAIN.work(model, step + 50, rank)
     model.zero_grad(set_to_none=False)
     return CHAIN.work(model, step, rank)

@@ -1,4 +1,4 @@
-"""Parts of a model that are called, read or frozen in other ways than through its forward."""
+"""Parts of a model that are called, read or frozen outside the model's forward."""
 
 from functools import partial
 from types import MethodType
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Base(nn.Module):
-    """What comes before and after the blocks is no unit."""
+    """Blocks between an embedding and a norm, which are not units."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ class Base(nn.Module):
 
 
 class Lm(nn.Module):
-    """A base and a head, which `wrap="auto"` makes a unit."""
+    """A base and a head; `wrap="auto"` makes the head a unit."""
 
     def __init__(self):
         super().__init__()
@@ -81,7 +81,7 @@ def by_one_layer(model, x):
 
 
 def adapters_off_in_between(model, x):
-    """As PEFT's `disable_adapter`, by which DPO computes its reference."""
+    """Like PEFT's `disable_adapter`, which DPO uses for its reference."""
     out = model(x)
     adapters = [block.adapter.weight for block in model.base.blocks]
     for on in (False, True):
@@ -95,7 +95,7 @@ def adapters_off_in_between(model, x):
 
 
 def head_read_in_chunks(model, x):
-    """As TRL's `add_fused_lm_head`."""
+    """Like TRL's `add_fused_lm_head`."""
 
     def forward(self, x):
         rows, bias = self.lm_head.weight, self.lm_head.bias
@@ -124,7 +124,7 @@ def batch(rank, step):
 def made(work):
     torch.manual_seed(0)
     model = perturbed(Lm().double())
-    if work is head_read_in_chunks:  # before it is sharded, as trainers do
+    if work is head_read_in_chunks:  # before sharding, as trainers do
         with torch.no_grad():
             work(model, batch(0, 0))
     return model
@@ -136,7 +136,7 @@ def made(work):
     chequered([work.__name__ for work in PROGRAMS], TRANSPORTS, len(TRANSPORTS)),
 )
 @on_ranks(2)
-def test_parts_used_outside_of_forward_are_those_of_one_process(name, transport):
+def test_parts_used_outside_of_forward_equal_one_process(name, transport):
     program = next(work for work in PROGRAMS if work.__name__ == name)
     build = partial(made, program)
 
@@ -152,6 +152,6 @@ def units(patched):
     return [unit.name for unit in plan.units]
 
 
-def test_a_head_stays_with_the_forward_that_was_put_on_its_model():
+def test_a_head_belongs_to_the_model_with_the_replaced_forward():
     assert "lm_head" in units(patched=False)
     assert "lm_head" not in units(patched=True)

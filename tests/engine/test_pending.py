@@ -1,4 +1,4 @@
-"""Gradients that wait for their sum, that somebody keeps, and that nobody wants any more."""
+"""Gradients that wait for their sum, that users keep, and that users drop."""
 
 import copy
 import itertools
@@ -28,7 +28,7 @@ SETTINGS = (
 
 
 def backward(model, step, *, defers=False, scale=1.0):
-    """A rank's backward; in one process those of all ranks."""
+    """Runs a rank's backward; in one process, those of all ranks."""
     ranks = [dist.get_rank()] if is_sharded(model) else range(dist.get_world_size())
     with fs.no_sync(model) if defers and is_sharded(model) else nullcontext():
         for rank in ranks:
@@ -51,7 +51,7 @@ def both(settings):
     return model, chain(), total
 
 
-# ---- what waits may be dropped and not read
+# ---- waiting gradients may be dropped but not read
 
 
 DROPS: tuple[Callable[[Any], Any], ...] = (
@@ -69,7 +69,7 @@ DROPS: tuple[Callable[[Any], Any], ...] = (
 @on_ranks(2)
 def test_dropping_gradients_between_micro_batches_is_as_in_one_process(settings):
     for at, drop in enumerate(DROPS, SETTINGS.index(settings)):
-        earlier = at % 2 == 0  # over the settings each drop comes with and without
+        earlier = at % 2 == 0  # over the settings, each way to drop comes with and without
         model, alone, total = both(settings)
         for which in (model, alone):
             if earlier:
@@ -88,7 +88,7 @@ def test_dropping_gradients_between_micro_batches_is_as_in_one_process(settings)
 
 
 @on_ranks(2)
-def test_zeros_stay_where_ranks_have_reached_other_units():
+def test_zeros_stay_if_ranks_reached_different_units():
     """AdamW decays parameters with gradients of zeros."""
     model, alone = fs.shard(chain(), transport="shared"), chain()
     for which in (model, alone):
@@ -104,7 +104,7 @@ def test_zeros_stay_where_ranks_have_reached_other_units():
 
 
 @on_ranks(4)
-def test_what_waits_for_replicas_is_dropped_too():
+def test_gradients_that_wait_for_replicas_are_dropped_too():
     for outer_only in (True, False):
         model = fs.shard(chain(), strategy="hybrid_shard", replicate=2, transport="direct")
         alone = chain()
@@ -139,7 +139,7 @@ USES = {
 @pytest.mark.short(2)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @on_ranks(2)
-def test_gradients_that_wait_are_not_read(settings):
+def test_reading_waiting_gradients_is_refused(settings):
     model, alone, total = both(settings)
     weights = [p.to_local().clone() for p in model.parameters()]
     for which in (model, alone):
@@ -157,7 +157,7 @@ def test_gradients_that_wait_are_not_read(settings):
     assert_same_gradients(model, alone, total)
 
 
-# ---- what somebody keeps
+# ---- gradients that users keep
 
 
 def keep_gradients(model):
@@ -183,7 +183,7 @@ KEEPS = {
 @pytest.mark.short(1)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @on_ranks(2)
-def test_gradients_that_somebody_keeps_stay_as_they_are(settings):
+def test_gradients_that_a_user_keeps_do_not_change(settings):
     for name, keep in KEEPS.items():
         model, alone, total = both(settings)
         kept, values = [], []
@@ -202,7 +202,7 @@ def test_gradients_that_somebody_keeps_stay_as_they_are(settings):
             now = grad.to_local() if hasattr(grad, "to_local") else grad
             assert torch.equal(now, value), name
         shown = []
-        for step in range(3):  # nobody keeps these
+        for step in range(3):  # no reference to these
             backward(model, step)
             shown.append([id(p.grad) for p in model.parameters()])
             model.zero_grad()
@@ -212,8 +212,8 @@ def test_gradients_that_somebody_keeps_stay_as_they_are(settings):
 @pytest.mark.short(3)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @on_ranks(2)
-def test_gradients_beside_kept_ones_are_added_to(settings):
-    """Of one unit some gradients are kept and dropped, and others are added to."""
+def test_gradients_in_a_unit_with_kept_ones_are_accumulated(settings):
+    """Some gradients of a unit are kept and dropped, others are accumulated."""
     model, alone, total = both(settings)
     for which in (model, alone):
         backward(which, 0)
@@ -231,8 +231,8 @@ def test_gradients_beside_kept_ones_are_added_to(settings):
 @pytest.mark.short(1)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @on_ranks(2)
-def test_gradients_that_nobody_keeps_use_their_memory_again(settings):
-    """Where nobody keeps a gradient each step's lie where the last one's did."""
+def test_gradients_without_references_reuse_their_memory(settings):
+    """Gradients without other references reuse the memory of the last step."""
     model, _, _ = both(settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     places = []
@@ -246,7 +246,7 @@ def test_gradients_that_nobody_keeps_use_their_memory_again(settings):
     assert all(place == places[0] for place in places)
 
 
-# ---- what the user put into p.grad
+# ---- tensors that the user assigned to p.grad
 
 
 def own_tensors(model):
@@ -266,7 +266,7 @@ def some_aliases(model):
 
 
 def check_puts(settings, put, zeroes):
-    """One process adds to the tensor that is there, and leaves one that is there no longer."""
+    """Accumulates into an assigned tensor but not into a removed one, as in one process."""
     model, alone, total = both(settings)
     held, norms = {}, {}
     for which in (model, alone):
@@ -300,18 +300,18 @@ PUTS = (own_tensors, every_other, kept_and_scaled, aliases, some_aliases)
         lambda put, zeroes: not zeroes or put in (every_other, some_aliases),
     ),
 )
-def test_what_the_user_put_into_a_gradient_is_added_to(ranks, put, zeroes):
+def test_backward_accumulates_into_tensors_assigned_to_grad(ranks, put, zeroes):
     for settings in SETTINGS[(PUTS.index(put) + zeroes) % 2 :: 2]:
         ranks(2)(check_puts, settings, put, zeroes)
 
 
-# ---- what is frozen between a forward and its backward
+# ---- parameters frozen between a forward and its backward
 
 
 @pytest.mark.short(2)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @on_ranks(2)
-def test_what_is_frozen_after_the_forward_gets_no_gradient(settings):
+def test_a_parameter_frozen_after_the_forward_gets_no_gradient(settings):
     model, alone, total = both(settings)
     frozen = [name for name, _ in model.named_parameters()][1::3]
     for which in (model, alone):
@@ -343,7 +343,7 @@ def raise_in(_):
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @on_ranks(2)
 def test_after_a_backward_that_raised_the_model_shows_its_shards(settings):
-    """At once, and not from the next forward on: what is read in between is the shards."""
+    """The model shows its shards immediately, not from the next forward on."""
     model, _, _ = both(settings)
     before = fs.full_state_dict(model)
     hidden: list[torch.Tensor] = []
@@ -366,8 +366,8 @@ def test_after_a_backward_that_raised_the_model_shows_its_shards(settings):
     ("settings", "checkpointing"), chequered(SETTINGS[:-1], ["none", "block"]), ids=str
 )
 @on_ranks(2)
-def test_what_is_frozen_gets_no_gradient_when_the_order_is_learned(settings, checkpointing):
-    """The first real step shows another order than the plan's; parameters were frozen after it."""
+def test_frozen_parameters_get_no_gradient_when_the_order_is_learned(settings, checkpointing):
+    """Parameters were frozen after the first step, whose order differs from the plan's."""
     settings = {**settings, "activation_checkpointing": checkpointing}
     model = fs.shard(chain(order=(2, 0, 3, 1)), poison=True, **settings)
     alone = chain(order=(2, 0, 3, 1))
@@ -381,7 +381,7 @@ def test_what_is_frozen_gets_no_gradient_when_the_order_is_learned(settings, che
 
 
 class Scaled(torch.nn.Linear):
-    """A layer with a parameter of no dimension."""
+    """A layer with a zero-dimensional parameter."""
 
     def __init__(self):
         super().__init__(3, 2)
@@ -392,7 +392,7 @@ class Scaled(torch.nn.Linear):
 
 
 @on_ranks(2)
-def test_a_parameter_of_no_dimension_waits_whole_too():
+def test_a_zero_dimensional_parameter_can_wait_too():
     model, x = Scaled(), torch.ones(1, 3)
     fs.shard(model, strategy="no_shard")
     with fs.no_sync(model):

@@ -1,7 +1,7 @@
-"""Low-precision compute over full-precision masters, beside an emulation and beside FSDP2.
+"""Low-precision compute with full-precision masters, compared with an emulation and FSDP2.
 
 The emulation casts whole float32 masters to the compute dtype, runs the ranks' batches one after
-another, and sums their gradients in float32 in rank order. Nothing of fullshard is in it.
+another, and sums their gradients in float32 in rank order. It uses nothing of fullshard.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ def make_optimizer(params):
 
 
 def emulate(name, dtype):
-    """(gradients, masters) after each step, and every rank's losses."""
+    """Returns (gradients, masters) after each step, and every rank's losses."""
     case, size = CASES[name], dist.get_world_size()
     master = float32_model(name)
     compute = copy.deepcopy(master)
@@ -62,7 +62,7 @@ def emulate(name, dtype):
 
 
 def steps_of(name, model, gradients, params):
-    """A sharded model's: this rank's losses, whole gradients and parameters."""
+    """Returns a sharded model's losses on this rank, full gradients and parameters."""
     case, rank = CASES[name], dist.get_rank()
     optimizer = make_optimizer(model.parameters())
     steps = []
@@ -81,7 +81,7 @@ def train(name, settings):
 
 
 def assert_bits(found, wanted, what):
-    """Equal in every bit, losses of this rank too."""
+    """Compares gradients, parameters and this rank's losses bit by bit."""
     rank = dist.get_rank()
     for step, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
         losses = theirs[0][rank] if isinstance(theirs[0], list) else theirs[0]
@@ -123,7 +123,7 @@ def test_low_precision_compute_has_the_bits_of_its_emulation(name, dtype):
 
 @on_ranks(3)
 def test_a_bfloat16_wire_is_summed_in_float32():
-    """Gradients that were computed in bfloat16 lose nothing on a bfloat16 wire."""
+    """Gradients computed in bfloat16 lose no precision when sent in bfloat16."""
     wanted = emulate("llama", torch.bfloat16)
     for strategy in STRATEGIES:
         settings = {"strategy": strategy, "param_dtype": "bf16", "reduce_dtype": "bf16"}
@@ -133,7 +133,7 @@ def test_a_bfloat16_wire_is_summed_in_float32():
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 def test_a_sum_may_exceed_the_range_of_float16(num_ranks):
-    """NCCL sums in the dtype of the wire, as alike ranks here do."""
+    """NCCL sums in the dtype of the wire; equal ranks emulate it here."""
     groups, config = Groups(Played()), SimpleNamespace(reduction=ReductionKind.NATIVE)
     with groups.in_place():
         transport = groups.make_transport(config, Mesh(1, num_ranks))
@@ -173,7 +173,7 @@ def test_deferred_gradients_are_summed_in_float32():
 
 
 def train_fsdp2(name):
-    """torch's fully_shard over blocks and root, with the same dtypes."""
+    """Trains torch's fully_shard over blocks and root, with the same dtypes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -205,19 +205,19 @@ def train_fsdp2(name):
 def test_bfloat16_compute_equals_fsdp2s(name):
     theirs = train_fsdp2(name)
     _, ours = train(name, {"param_dtype": "bf16", "reduce_dtype": "fp32"})
-    if dist.get_world_size() == 2:  # a sum of two has one order, and half of it is exact
+    if dist.get_world_size() == 2:  # a sum of two has one order, and halving it is exact
         assert_bits(ours, theirs, name)
         return
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a[0], b[0], rtol=2e-2, atol=1e-3)
-        for kind in (1, 2):  # a rounding of the sum may round a bfloat16 weight the other way
+        for kind in (1, 2):  # rounding of the sum may round a bfloat16 weight differently
             for key in a[kind]:
                 torch.testing.assert_close(a[kind][key], b[kind][key], rtol=2e-2, atol=1e-3)
 
 
 # ---- the contract --------------------------------------------------------------------------------
 
-CONTRACTS = {  # settings, and master, compute, reduce, accumulate of a float32 model
+CONTRACTS = {  # settings, and dtypes (master, compute, reduce, accumulate) of a float32 model
     "plain": ({}, "float32 float32 float32 float32"),
     "bf16": ({"param_dtype": "bf16"}, "float32 bfloat16 float32 float32"),
     "bf16 wire": (
@@ -234,7 +234,7 @@ CONTRACTS = {  # settings, and master, compute, reduce, accumulate of a float32 
 
 
 def dtypes_of(settings):
-    """What the plan lists, and what the tensors of a step have: (plan, tensors, outputs)."""
+    """Returns the dtypes of the plan, of a step's tensors, and of outputs."""
     model = fs.shard(float32_model("chain"), poison=True, **settings)
     engine, seen = engine_of(model), set()
     for name, module in model.named_modules():
@@ -284,7 +284,7 @@ def test_tensors_have_the_dtypes_that_the_plan_lists():
 
 
 class Inputs(nn.Module):
-    """Notes the dtypes of all that it is given, nested as users nest it."""
+    """Records the dtypes of all its inputs, nested as by users."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Programs that people write compute what one process computes, on every transport."""
+"""Users' programs compute what one process computes, on every transport."""
 
 import warnings
 from collections import deque
@@ -24,12 +24,12 @@ from support.parity import unlike_gradients
 from support.programs import SETTINGS, WIDTH, Chain, Layer, batch, made, said_of, square
 from support.ranks import on_ranks
 
-Work = Callable[[Any, torch.Tensor], torch.Tensor]  # of a model and a batch; a loss
+Work = Callable[[Any, torch.Tensor], torch.Tensor]  # (model, batch) -> loss
 PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Work]] = {}
 
 
 def program(build):
-    """A loss that is computed with a model of this kind; backward follows."""
+    """Registers a loss of this kind of model; backward follows."""
 
     def add(work):
         PROGRAMS[work.__name__] = build, work
@@ -39,12 +39,12 @@ def program(build):
 
 
 def shares(model):
-    """Of how many batches a gradient is the mean: one process sees those of all ranks."""
+    """Returns the number of batches in a gradient's mean; one process sees those of all ranks."""
     return 1 if is_sharded(model) else dist.get_world_size()
 
 
 def train(model, work, ranks):
-    """Two steps; the losses."""
+    """Returns the losses of two steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(2):
@@ -60,9 +60,9 @@ def train(model, work, ranks):
 
 
 def off(name, everywhere=SETTINGS):
-    """Where a program differs from one process, by transport.
+    """Returns the differences between a program and one process, by transport.
 
-    Under every second one, each gradient is moved as soon as it is there.
+    With every second transport, each gradient is moved as soon as it is ready.
     """
     build, work = PROGRAMS.get(name) or OUTSIDE[name]
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -84,7 +84,7 @@ def off(name, everywhere=SETTINGS):
 
 
 class Implicit(Layer):
-    """A fixed point, whose gradient a hook solves for; `anew` makes its graph inside the hook."""
+    """A fixed point whose gradient a hook solves for; `anew` builds its graph inside the hook."""
 
     anew = False
 
@@ -134,7 +134,7 @@ def clean_and_adversarial_batch_in_one_backward(model, x):
 
 
 class Forces(Chain):
-    """Returns a gradient with respect to what comes in, as energy models and guidance do."""
+    """Returns a gradient with respect to its input, like energy models and guidance."""
 
     def forward(self, x):
         with torch.enable_grad():
@@ -145,7 +145,7 @@ class Forces(Chain):
 
 
 class ForcesInside(Layer):
-    """The same within units."""
+    """Like `Forces`, inside units."""
 
     def forward(self, x):
         with torch.enable_grad():
@@ -173,7 +173,7 @@ class InAThread(Layer):
 
 
 class Guided(Chain):
-    """In backward, a hook differentiates units that the forward left out and that share a slot."""
+    """A backward hook differentiates units that forward skipped and that share a slot."""
 
     def forward(self, x):
         x = self.first(x)
@@ -191,7 +191,7 @@ class Guided(Chain):
 
 
 class Branches(Chain):
-    """A branch is computed in a worker thread; autograd numbers nodes for each thread anew."""
+    """A worker thread computes one branch; autograd numbers nodes per thread."""
 
     def forward(self, x):
         x = self.first(x)
@@ -202,7 +202,7 @@ class Branches(Chain):
         return self.head(x + branch)
 
 
-# ---- what shares memory with weights
+# ---- tensors that share memory with weights
 
 
 class Slotted:
@@ -213,7 +213,7 @@ class Slotted:
 
 
 class Table(nn.Module):
-    """Gives away a part of its own parameter, in one way or another."""
+    """Returns a part of its own parameter, in different ways."""
 
     def __init__(self, how, *, trains):
         super().__init__()
@@ -223,7 +223,7 @@ class Table(nn.Module):
 
     def forward(self, n):
         view = self.table[:n]
-        late = view if torch.is_grad_enabled() else 0.0  # a number in the first evaluation
+        late = view if torch.is_grad_enabled() else 0.0  # a number during the first evaluation
         self.kept = {"attribute": view, "list": [view], "late": late}.get(self.how)
         return {
             "view": view,
@@ -288,7 +288,7 @@ PROGRAMS |= {
 
 
 class Turned(nn.Module):
-    """Returns a view of what it computed, which is written in place then."""
+    """Returns a view of its result, which the caller writes in place."""
 
     def __init__(self):
         super().__init__()
@@ -310,7 +310,7 @@ class WritesIntoViews(Chain):
 
 
 class Recurrent(Layer):
-    """torch's own recurrent layers keep a list of their parameters."""
+    """torch's recurrent layers keep a list of their parameters."""
 
     def __init__(self):
         super().__init__()
@@ -321,7 +321,7 @@ class Recurrent(Layer):
 
 
 class Keeps(Layer):
-    """Keeps its weight: a list for optimizer groups, and a view that it makes once and reads."""
+    """Keeps its weight in a list for optimizer groups, and as a view that it makes once."""
 
     def __init__(self):
         super().__init__()
@@ -342,7 +342,7 @@ def views_of_weights_that_are_kept_over_steps(model, x):
 
 
 class Hooked(Layer):
-    """Hooks its weight, and the node of its bias, in its first forward only."""
+    """Hooks its weight and the autograd node of its bias, only in its first forward."""
 
     hooked = False
 
@@ -359,7 +359,7 @@ class Backwards(Chain):
     is_backwards = True
 
 
-# ---- units that are called without their root
+# ---- units called without their root
 
 
 class Part(nn.Module):
@@ -372,7 +372,7 @@ class Part(nn.Module):
 
 
 class Adversaries(nn.Module):
-    """Is never called itself."""
+    """Its own forward is never called."""
 
     wrap = ("Part", "Layer")
 
@@ -418,7 +418,7 @@ def methods_other_than_forward_that_call_units(model, x):
 
 
 class Tied(nn.Module):
-    """Units that share a weight, which belongs to the unit around both; one is called by itself."""
+    """Units share a weight of the unit around them; one is called directly."""
 
     wrap = ("Part", "Pair")
 
@@ -462,7 +462,7 @@ def mapped_over_the_batch_and_trained(model, x):
 @program(Chain)
 def forward_mode(model, x):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own use of torch.jit
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch itself uses torch.jit
         with torch.no_grad():
             torch.func.jvp(model, (x,), (torch.ones_like(x),))
         values, tangents = torch.func.jvp(model, (x,), (torch.ones_like(x),))
@@ -504,7 +504,7 @@ def test_a_program_computes_what_one_process_computes(ranks, name, settings):
 
 
 class Weighted(Chain):
-    """Has parameters that forward does not use, or uses as well."""
+    """Has parameters that are used outside of forward, some of them also inside."""
 
     def __init__(self):
         super().__init__()
@@ -566,11 +566,11 @@ def test_whole_parameters_may_be_used_outside_of_forward(ranks, name):
 )
 @on_ranks(2)
 def test_parts_outside_of_forward_are_refused_on_all_ranks(settings):
-    """What is said of parts, and of what is whole and computed in another dtype."""
+    """Covers parts, and full tensors computed in another dtype."""
     said = []
     for _, work in OUTSIDE.values():
         model: Any = fs.shard(made(Weighted), wrap=Weighted.wrap, **settings)
-        model.scale.clone()  # may be kept
+        model.scale.clone()  # a kept one is allowed
         try:
             work(model, batch(dist.get_rank())).backward()
             said.append("nothing")
@@ -611,7 +611,7 @@ def an_adapter_inside(model, x):
     linear = model.layers[2].linear
     linear.adapter = nn.Linear(WIDTH, WIDTH).double()
     linear.register_forward_hook(lambda module, args, out: out + module.adapter(args[0]))
-    square(model.layers[2], x).backward()  # a unit alone
+    square(model.layers[2], x).backward()  # a unit called alone
 
 
 def a_frozen_part_put_in_and_trained(model, x):
@@ -656,9 +656,9 @@ REFUSED: dict[Callable[[Any, torch.Tensor], None], str] = {
 
 @pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused.__name__)
 @on_ranks(2)
-def test_what_cannot_be_right_is_refused_on_all_ranks(refused):
+def test_programs_that_cannot_be_right_are_refused_on_all_ranks(refused):
     said = said_of(Chain, refused)
-    # Under no_shard parameters are whole: what happens is what happens in one process.
+    # Under no_shard parameters are full, so the result is that of one process.
     is_whole = refused in (a_returned_view_written, a_layer_called_outside_of_its_unit)
     for text in said[:-1] if is_whole else said:
         assert REFUSED[refused] in text
@@ -667,7 +667,7 @@ def test_what_cannot_be_right_is_refused_on_all_ranks(refused):
 @pytest.mark.parametrize("setting", SETTINGS)
 @on_ranks(2)
 def test_the_gradient_of_a_penalty_may_be_added_after_backward(setting):
-    """Where the penalty's gradient, added after backward, is not that of a penalty in the loss."""
+    """Compares a penalty's gradient added after backward with a penalty in the loss."""
     settings = SETTINGS[setting]
     one: Any = made(Chain)
     model: Any = fs.shard(made(Chain), wrap=Chain.wrap, poison=True, **settings)

@@ -1,7 +1,7 @@
-"""Ranks that do not make the same calls: one typed error on every rank, on every transport.
+"""Ranks that make different calls: one typed error on every rank, on every transport.
 
-Where ranks exchange messages (`direct`, `c10d`), gloo would end a process whose peer is elsewhere;
-where they share memory, each would wait for the other.
+Without it, gloo would end a process whose peer makes another call (transports `direct`, `c10d`),
+and ranks that share memory would wait for each other.
 """
 
 import contextlib
@@ -36,17 +36,17 @@ NO_ERROR = "NO ERROR: NoneType"
 
 
 def over(transport):
-    """Settings of a transport; `offloaded` gathers in shared memory."""
+    """Returns settings of a transport; `offloaded` gathers in shared memory."""
     offload = "cpu" if transport == "offloaded" else None
     return {"transport": "shared" if offload else transport, "offload": offload}
 
 
 class Mine(Exception):
-    """Raised by a user's code."""
+    """An error of the user's code."""
 
 
 class Raising(torch.autograd.Function):
-    """Raises in backward where `raises` says so."""
+    """Raises in backward if `raises` is true."""
 
     @staticmethod
     def forward(ctx, x, raises):
@@ -60,7 +60,7 @@ class Raising(torch.autograd.Function):
         return gradient, None
 
 
-# ---- one rank is elsewhere -----------------------------------------------------------------------
+# ---- one rank makes a different call -------------------------------------------------------------
 
 
 def skips_backward(run, model, step):
@@ -152,7 +152,7 @@ ELSEWHERE: list[Callable[..., None]] = [
 
 
 def one_rank_differs(name, transport, strategy="full_shard", sizes=None):
-    """What is said at once, and by the next call of a script that goes on."""
+    """Returns the first error, and the error of the next call of a script that continues."""
     rank = torch.distributed.get_rank()
     settings = over(transport) | (sizes or {})
     run, model = sharded_run(strategy=strategy, **settings)
@@ -167,7 +167,7 @@ def one_rank_differs(name, transport, strategy="full_shard", sizes=None):
                 run.loss(model, step).backward()
             try:
                 optimizer.step()
-            except EngineError as error:  # of the rank that deferred; it goes on all the same
+            except EngineError as error:  # the rank that deferred; it continues all the same
                 refused.append(str(error))
             optimizer.zero_grad()
 
@@ -180,7 +180,7 @@ def one_rank_differs(name, transport, strategy="full_shard", sizes=None):
 @pytest.mark.parametrize(
     ("odd", "transport"), chequered([odd.__name__ for odd in ELSEWHERE], TRANSPORTS, 4)
 )
-def test_a_rank_that_is_elsewhere_is_a_typed_error_on_all(ranks, odd, transport):
+def test_a_rank_that_makes_another_call_is_a_typed_error_on_all(ranks, odd, transport):
     for texts in ranks(2)(one_rank_differs, odd, transport):
         for text in texts:
             assert text.startswith("EngineError: "), text
@@ -188,7 +188,7 @@ def test_a_rank_that_is_elsewhere_is_a_typed_error_on_all(ranks, odd, transport)
             assert transport == "shared" or "expected every rank to come here; rank" in text, text
 
 
-def test_ranks_that_keep_whole_weights_gather_once_or_have_replicas_are_told_too(ranks):
+def test_other_strategies_and_replicas_find_different_calls_too(ranks):
     for strategy in ("shard_grad_op", "no_shard"):
         for texts in ranks(2)(one_rank_differs, "skips_backward", "direct", strategy):
             assert texts[0].startswith("EngineError: "), texts
@@ -201,8 +201,8 @@ def test_ranks_that_keep_whole_weights_gather_once_or_have_replicas_are_told_too
 @pytest.mark.parametrize(
     ("depth", "name"), chequered(range(3), ["raises_in_forward", "raises_in_backward"])
 )
-def test_ranks_that_prefetch_from_the_host_are_told_too(ranks, depth, name):
-    """Without poison, slots that a peer has not copied are in use for longer."""
+def test_ranks_that_prefetch_from_the_host_get_the_error_too(ranks, depth, name):
+    """Without poison, slots that a peer still copies stay in use for longer."""
     settings = ("offloaded", "full_shard", {"poison": False, "forward_prefetch": depth})
     for text in itertools.chain(*ranks(2)(one_rank_differs, name, *settings)):
         assert "ll ranks must make the same calls" in text, text
@@ -211,8 +211,8 @@ def test_ranks_that_prefetch_from_the_host_are_told_too(ranks, depth, name):
 @pytest.mark.short(2)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @on_ranks(2)
-def test_ranks_that_ask_for_other_parameters_get_none(transport):
-    """Each rank asks for the whole of another parameter."""
+def test_ranks_that_ask_for_different_parameters_get_an_error(transport):
+    """Each rank asks for a different full parameter."""
     run, model = sharded_run(**over(transport))
     params = [block.norm.weight for block in model.blocks]
     text = error_of(params[run.rank].full_tensor)
@@ -220,7 +220,7 @@ def test_ranks_that_ask_for_other_parameters_get_none(transport):
     assert "the whole of 'blocks.0.norm.weight'" in text or "'blocks.1.norm" in text, text
 
 
-# ---- what no message shows: counted, and compared in the next backward ---------------------------
+# ---- calls without messages are counted, and compared in the next backward -----------------------
 
 
 def leaves_out(what, settings):
@@ -274,7 +274,7 @@ COUNTED = {
     ],
     ids=str,
 )
-def test_a_rank_that_leaves_out_what_needs_no_message_is_named(ranks, what, settings):
+def test_a_rank_that_skips_a_call_without_messages_is_named(ranks, what, settings):
     for text in ranks(2)(leaves_out, what, settings):
         wanted = f"EngineError: backward: expected as many {COUNTED[what]} on every rank"
         assert text.startswith(wanted)
@@ -282,14 +282,14 @@ def test_a_rank_that_leaves_out_what_needs_no_message_is_named(ranks, what, sett
 
 
 @pytest.mark.parametrize("what", ["backward", "both"])
-def test_ranks_that_share_weights_do_not_wait_for_what_never_comes(ranks, what):
+def test_ranks_that_share_weights_do_not_wait_forever(ranks, what):
     for text in ranks(2)(leaves_out, what, {"transport": "shared"}):
         assert text.startswith("EngineError: ")
         assert "which this rank did not reach" in text
 
 
 def has_another(number, settings):
-    """Rank 1 has another number from the third step on."""
+    """Rank 1 uses a different number from the third step on."""
     run, model = sharded_run(transport="direct", **settings)
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -322,8 +322,8 @@ def has_another(number, settings):
 
 
 @pytest.mark.parametrize("number", ["lr", "max_norm", "max_norm of torch", "scale"])
-def test_a_rank_that_updates_with_another_number_is_found(ranks, number):
-    """Also where no parameter has elements on all ranks, as in most units of four."""
+def test_a_rank_that_updates_with_a_different_number_is_found(ranks, number):
+    """In most units of four ranks, no parameter has elements on all ranks."""
     more = [(2, {}), (4, REPLICAS)] if number == "lr" else []
     for size, settings in [(4, {}), *more]:
         for text in ranks(size)(has_another, number, settings):
@@ -342,15 +342,15 @@ def test_a_rank_that_updates_with_another_number_is_found(ranks, number):
     ids=str,
 )
 def test_a_rank_whose_states_changed_alone_is_found(ranks, how, size, settings):
-    """Also where no parameter has elements on all ranks: others may leave out empty shards."""
+    """Includes parameters without elements on some ranks, which may skip empty shards."""
     for text in ranks(size)(has_another, f"momentum that is {how}", settings):
         assert "with the same numbers on every rank (lr, " in text, text
 
 
 def edits_gradients(settings):
-    """Rank 1 alone drops its gradients, as after a bad loss of its own batch.
+    """Only rank 1 drops its gradients, as after a bad loss of its batch.
 
-    Momenta are clones of gradients, of their class; all ranks write into them.
+    Momenta are clones of gradients with the same class; all ranks write into them.
     """
     run, model = sharded_run(**settings)
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -401,7 +401,7 @@ def test_a_rank_with_another_setting_is_refused(settings):
 
 
 def averages_alone(asks, keeps, transport):
-    """Rank 0 alone updates an average, as under DDP: a second model, or clones of the model's."""
+    """Only rank 0 updates an average, as under DDP: a second model, or clones of parameters."""
     run, model = sharded_run(**over(transport))
     average = dict(model.named_parameters())
     if keeps != "a model":
@@ -440,8 +440,8 @@ def test_an_average_of_one_rank_is_found_when_it_is_used(ranks, average, transpo
 
 @pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
 @on_ranks(2)
-def test_ranks_may_read_whole_weights_alone_and_write_only_where_they_have_elements(strategy):
-    """The error of a right program whose ranks make other calls of functions of parameters."""
+def test_a_rank_may_read_full_weights_alone_and_write_only_its_elements(strategy):
+    """A correct program whose ranks call different functions of parameters raises no error."""
     run, model = sharded_run(transport="direct", strategy=strategy)
     weight = model.head.weight
 
@@ -449,7 +449,7 @@ def test_ranks_may_read_whole_weights_alone_and_write_only_where_they_have_eleme
         for step in range(3):
             if run.rank == 0 and strategy == "no_shard":  # one rank logs
                 weight[0], weight.tolist(), torch.linalg.svdvals(weight), weight.detach().numpy()
-            for param in model.parameters():  # a rank may have no element of some, or of all
+            for param in model.parameters():  # some ranks may lack elements
                 if param.numel():
                     param.detach().mul_(0.9)
             if model.blocks[0].norm.weight.numel():
@@ -477,7 +477,7 @@ def test_a_rank_that_clips_alone_or_not_is_found_before_it_gets_a_norm(ranks, wh
 
 
 def written(which, clip, settings):
-    """The error of clipping after these ranks halved their gradients; else the norm is right."""
+    """Returns the error of clipping after these ranks halved their gradients; checks the norm."""
     run, model = sharded_run(**settings)
     run.loss(model, 0).backward()
     grads = [param.grad for param in model.parameters() if param.grad is not None]
@@ -521,9 +521,9 @@ def test_replicas_that_wrote_other_gradients_are_refused_when_they_clip(ranks, c
 
 
 class Repeating(nn.Module):
-    """Blocks that are called as often as a batch says, and the first once more after the others.
+    """Calls blocks as often as a batch says, and the first block once more at the end.
 
-    The last one may be larger.
+    The last block may be larger.
     """
 
     def __init__(self, width=6):
@@ -540,7 +540,7 @@ class Repeating(nn.Module):
 
 
 def repeats(transport, times, width=6, evaluates=False, prefetch=0):
-    """Ranks call units as often as `times` says. `native` compares late, as c10d over NCCL."""
+    """Ranks call units as often as `times` says; `native` compares late, as c10d over NCCL."""
     torch.manual_seed(0)
     model = Repeating(width).double()
     options = {"forward_prefetch": prefetch, "backward_prefetch": prefetch}
@@ -570,7 +570,7 @@ ONE, OTHER = (2, 1, 1, 1), (1, 1, 2, 1)
 
 
 @pytest.mark.parametrize(("meets", "evaluates"), chequered(SAID, [False, True]))
-def test_ranks_that_call_different_units_learn_it_before_numbers(ranks, meets, evaluates):
+def test_ranks_that_call_different_units_get_the_error_before_results(ranks, meets, evaluates):
     transport, said = meets
     for text in ranks(2)(repeats, transport, [ONE, OTHER], 6, evaluates):
         assert text.startswith("EngineError: "), text
@@ -579,7 +579,7 @@ def test_ranks_that_call_different_units_learn_it_before_numbers(ranks, meets, e
 
 @pytest.mark.short(2)
 @pytest.mark.parametrize("transport", ["native", "offloaded", "direct", "c10d"])
-def test_ranks_that_call_the_same_units_or_share_weights_do_not(ranks, transport):
+def test_ranks_that_call_the_same_units_or_share_weights_get_no_error(ranks, transport):
     assert ranks(2)(repeats, transport, [OTHER, OTHER], 6, False, 1) == [NO_ERROR] * 2
     assert ranks(2)(repeats, "shared", [ONE, OTHER]) == [NO_ERROR] * 2
     assert ranks(4)(repeats, transport, [ONE, ONE, OTHER, OTHER]) == [NO_ERROR] * 4
@@ -588,14 +588,14 @@ def test_ranks_that_call_the_same_units_or_share_weights_do_not(ranks, transport
 @pytest.mark.parametrize(
     ("transport", "evaluates"), chequered(["c10d", "direct", "offloaded"], [False, True])
 )
-def test_units_of_other_sizes_end_no_process(ranks, transport, evaluates):
+def test_units_of_different_sizes_crash_no_process(ranks, transport, evaluates):
     for times in ([ONE, (1, 1, 1, 2)], [(1, 1, 1, 2), ONE]):
         for text in ranks(2)(repeats, transport, times, 300, evaluates):
             assert AT_ONCE in text, text
 
 
 @pytest.mark.parametrize("transport", ["c10d", "direct", "offloaded"])
-def test_a_rank_that_gathers_once_more_meets_one_that_is_in_backward(ranks, transport):
+def test_a_gather_of_one_rank_during_another_ranks_backward_is_an_error(ranks, transport):
     texts = ranks(2)(repeats, transport, [(1, 1, 1, 1, 1), (1, 1, 1, 1)], timeout=20)
     gather = "a gather of blocks.0" + r" \(number \d+\)" * (transport == "offloaded")
     assert re.search(f"{gather}: expected every rank to come here; rank 1 is at a backw", texts[0])
@@ -628,7 +628,7 @@ def test_a_rank_that_waits_alone_over_c10d_gets_a_typed_error(ranks):
     assert text.startswith("HangError: a forward of the model: expected a message from every rank")
 
 
-# ---- all ranks raise, at different units ---------------------------------------------------------
+# ---- all ranks raise, in different units ---------------------------------------------------------
 
 
 def around(model, waits):
@@ -636,7 +636,7 @@ def around(model, waits):
 
 
 def weights_after(settings, waits, *, is_tried):
-    """After steps of which two raised in another unit on each rank, or were left out."""
+    """Returns weights after steps, in two of which each rank raises in a different unit."""
     rank, sizes, raises = dist.get_rank(), (6, 40, 16, 72, 24, 4), [False]
     torch.manual_seed(0)
     model = nn.Sequential(*itertools.starmap(nn.Linear, itertools.pairwise(sizes)))
@@ -678,6 +678,6 @@ def weights_after(settings, waits, *, is_tried):
 )
 @on_ranks("world_size")
 def test_ranks_may_raise_in_different_units_of_one_backward(settings, waits):
-    """Whether sums over replicas wait in the backward that raises, and in a forward after it."""
+    """Covers sums over replicas that wait in the backward that raises, and in a later forward."""
     found, wanted = (weights_after(settings, waits, is_tried=tried) for tried in (True, False))
     assert torch.equal(found, wanted)

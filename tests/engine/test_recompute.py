@@ -1,4 +1,4 @@
-"""Activation checkpointing by torch's and Hugging Face's own means: the bits of no recompute."""
+"""Activation checkpointing by torch and Hugging Face gives the bits of no recompute."""
 
 import contextlib
 import itertools
@@ -30,7 +30,7 @@ recompute = partial(checkpoint, use_reentrant=False)
 
 
 class Recomputed(Chain):
-    """A chain with dropout whose blocks run in regions; `call` says how a region is called."""
+    """A chain with dropout whose blocks run in regions; `call` runs a region."""
 
     def __init__(self):
         super().__init__(num_blocks=4)
@@ -59,18 +59,18 @@ def build():
 
 
 def outside(model, regions=((0,), (1,), (2,), (3,)), call=recompute):
-    """A region is recomputed around the units in it."""
+    """A region around units is recomputed."""
     model.regions, model.call = regions, call
 
 
 def inside(model):
-    """A unit recomputes what lies in it: our hooks are outside, as in transformers' layers."""
+    """A unit recomputes its contents: our hooks are outside, as with transformers' layers."""
     for block in model.blocks:
         block.forward = partial(recompute, block.forward)
 
 
 def inside_and_outside(model):
-    """A recompute runs forward code that recomputes."""
+    """A recomputed region contains recomputed regions."""
     inside(model)
     outside(model)
 
@@ -82,21 +82,21 @@ def by_wrapper(model):
 
 
 def every_second(model):
-    """Recomputed and kept blocks side by side."""
+    """Recomputed and plain blocks alternate."""
     model.call = lambda function, *args: (
         recompute(function, *args) if function.args[0][0] % 2 else function(*args)
     )
 
 
 def selective(model):
-    """Products of matrices are kept, all else is recomputed."""
+    """Matrix products are saved, everything else is recomputed."""
     kept = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
     contexts = partial(create_selective_checkpoint_contexts, kept)
     outside(model, call=partial(recompute, context_fn=contexts))
 
 
 def without_early_stop(model):
-    """A recompute runs its region to the end."""
+    """Recomputes each region to its end."""
 
     def call(function, *args):
         with set_checkpoint_early_stop(False):
@@ -123,7 +123,7 @@ WAYS = {
 
 
 def seeded(step, rank):
-    torch.manual_seed(100 * step + rank)  # of dropout
+    torch.manual_seed(100 * step + rank)  # seed of dropout
 
 
 def one_forward(model, step, rank):
@@ -155,7 +155,7 @@ def evaluation_between(model, step, rank):
 
 
 def whole_model(model, step, rank):
-    """The root, too, is inside of what is recomputed."""
+    """The recomputed region contains the root."""
     seeded(step, rank)
     return backward_of(
         mean_square(recompute(lambda x: model(x), vectors(step, rank)["x"].requires_grad_()))
@@ -185,7 +185,7 @@ WORKS = (
 
 @on_ranks(2, timeout=100)
 def test_every_way_to_recompute_has_the_bits_of_no_recompute():
-    """Each way once; all else is slow."""
+    """Tests each way once; other combinations are slow."""
     for way in WAYS.values():
         compare(build, one_forward, {}, before=way)
 
@@ -210,8 +210,8 @@ def test_recompute_has_the_bits_of_no_recompute(name, strategy):
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_units_lie_around_or_inside_of_what_recomputes():
-    """The wrapper is no unit, the block in it is; and units inside of blocks."""
+def test_units_are_around_or_inside_recomputed_regions():
+    """The block inside the wrapper is the unit, not the wrapper; also units inside of blocks."""
     for wrap in (["Block"], ["CheckpointWrapper"], ["Block", "Linear"], ["Linear"], "none"):
         kept = {"wrap": ["Block"] if wrap == ["CheckpointWrapper"] else wrap}
         wanted = trained(build, one_forward, kept)
@@ -219,7 +219,7 @@ def test_units_lie_around_or_inside_of_what_recomputes():
 
 
 def whole_model_without(model, step, rank):
-    """What `whole_model` does, without its recompute."""
+    """Like `whole_model`, without recompute."""
     seeded(step, rank)
     return backward_of(mean_square(model(vectors(step, rank)["x"].requires_grad_())))
 
@@ -245,7 +245,7 @@ def build_frozen():
 
 @on_ranks(2)
 def test_frozen_blocks_recompute_too():
-    """Where nothing before a region is trained, torch recomputes it all the same."""
+    """torch also recomputes a region if nothing before it is trained."""
     for name in ("outside", "over two units", "inside"):
         compare(build_frozen, one_forward, {}, before=WAYS[name])
 
@@ -257,7 +257,7 @@ HUGGING_FACE = ("llama", "tied llama", "llama with large ends", "mixture of expe
 
 
 def enable(model):
-    """transformers' spelling, which version 5 renamed and warns about."""
+    """Turns recompute on, with the spelling of the installed version of transformers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -307,7 +307,7 @@ def reentrant(model, where):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_reentrant_recompute_is_refused_and_leaves_the_model_usable(strategy):
-    """A reentrant recompute is a backward inside a backward, whose gradients would be lost."""
+    """It runs a backward inside a backward, whose gradients would be lost."""
     rank, found = dist.get_rank(), []
     wanted = trained(build, one_forward, {"strategy": strategy})[0][0][1]
     for where in ("outside", "over two units", "inside"):

@@ -1,4 +1,4 @@
-"""What cannot be sharded, and what a sharded model does not take: typed, with the way out."""
+"""Models that cannot be sharded and calls that are unsupported raise typed errors with a remedy."""
 
 import warnings
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def whole(model):
 
 
 class Quantized(nn.Parameter):
-    """A parameter of a class of its own."""
+    """A parameter of a custom class."""
 
 
 def with_a_scripted_part(model):
@@ -39,7 +39,7 @@ def with_a_scripted_part(model):
 
 
 def put(path, make, **options):
-    """Sets a parameter made of the model."""
+    """Replaces a parameter by one made of the model."""
 
     def change(model):
         module, _, name = path.rpartition(".")
@@ -71,7 +71,7 @@ MODELS: dict[str, Callable[[Any], Any]] = {
 
 
 def refused_models():
-    """What fs.shard says; the model is as it was."""
+    """Returns the errors of fs.shard, which leaves the model unchanged."""
     texts = {}
     for name, change in MODELS.items():
         model = Tiny()
@@ -106,13 +106,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_what_is_no_module_is_refused():
+def test_an_object_that_is_no_module_is_refused():
     with pytest.raises(ConfigError, match=r"fs\.shard: expected a torch\.nn\.Module; got list"):
         fs.shard([nn.Linear(2, 2)])  # type: ignore[arg-type]
 
 
 @on_ranks(2)
-def test_a_configuration_that_cannot_be_had_is_refused_by_name():
+def test_an_impossible_configuration_is_refused_by_name():
     model = Tiny()
     texts = {n: error_of(partial(fs.shard, model, **config)) for n, config in CONFIGS.items()}
     assert all(type(param) is nn.Parameter for param in model.parameters())
@@ -183,7 +183,7 @@ def test_a_whole_weight_that_was_transposed_is_noticed(in_place):
 
 
 @on_ranks(2)
-def test_changes_that_change_nothing_or_write_in_place_are_fine():
+def test_changes_without_effect_and_writes_in_place_are_allowed():
     run = Run(2, rank())
     model, alone = run.shard(run.model()), run.model()
     for each in (model, alone):
@@ -206,7 +206,7 @@ def test_changes_that_change_nothing_or_write_in_place_are_fine():
 
 
 def refused_calls():
-    """Each is refused, and the next step is right."""
+    """Each call is refused, and the next step is right."""
     run = Run(2, rank())
     model, alone = run.shard(run.model()), Run(2, None)
     reference = alone.model()
@@ -255,7 +255,7 @@ def test_a_buffer_that_is_a_view_of_a_parameter_is_refused_by_name():
 def test_an_attribute_that_is_a_view_of_a_parameter_is_named(caplog):
     model = Tiny()
     model.blocks[0].kept = [{"transposed": model.embed.weight.detach().t()}]
-    nn.utils.spectral_norm(model.head)  # its hook computes the weight in each forward
+    nn.utils.spectral_norm(model.head)  # a hook computes the weight in each forward
     fs.shard(model)
     (record,) = caplog.records
     assert "blocks.0.kept shares the memory of embed.weight" in record.getMessage()
@@ -265,7 +265,7 @@ def test_an_attribute_that_is_a_view_of_a_parameter_is_named(caplog):
 
 
 def other_tools(transport):
-    """Each is refused, and the next step is right."""
+    """Each tool is refused, and the next step is right."""
     run = Run(2, rank())
     model = run.shard(run.model(), transport=transport)
     example = (tokens_of(0, rank()),)
@@ -281,7 +281,7 @@ def other_tools(transport):
         texts = {name: error_of(call) for name, call in calls.items()}
     run.loss(model, 1).backward()
     model.zero_grad()
-    model.float()  # also where a rank has no element of the first parameter
+    model.float()  # also if a rank has no element of the first parameter
     texts["float"] = error_of(partial(run.loss, model, 2))
     return texts
 

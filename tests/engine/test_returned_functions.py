@@ -1,4 +1,4 @@
-"""Functions and iterators that leave a forward compute with the weights of that forward."""
+"""Functions and iterators returned by a forward compute with the weights of that forward."""
 
 import operator
 from collections.abc import Callable
@@ -81,7 +81,7 @@ def callable_in_tuple(weight):
 
 
 def activation(weight):
-    hidden = weight.sin()  # no view: its gradient enters the unit
+    hidden = weight.sin()  # not a view: its gradient enters the unit
     return lambda x: x @ hidden
 
 
@@ -102,7 +102,7 @@ FUNCTIONS = [
 
 
 class Block(nn.Module):
-    """Returns what is applied to its output later, after other blocks ran."""
+    """Returns a function that is applied to its output after other blocks ran."""
 
     def __init__(self, make, *, keeps=False):
         super().__init__()
@@ -143,7 +143,7 @@ def batch(rank, step=0):
 
 
 def check(make, transport, *, keeps=False):
-    """Steps of training, each after an evaluation."""
+    """Runs training steps, each after an evaluation."""
 
     def work(model, step, rank):
         with torch.no_grad():
@@ -160,7 +160,7 @@ def check(make, transport, *, keeps=False):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @on_ranks(2)
 def test_a_returned_function_computes_with_the_weights_of_its_forward(transport):
-    # How functions are found does not depend on the transport; whether a slot is refilled does.
+    # Finding functions does not depend on the transport; refilling a slot does.
     for make in FUNCTIONS if transport == "direct" else FUNCTIONS[:3]:
         check(make, transport)
 
@@ -171,7 +171,7 @@ def test_a_kept_function_computes_with_the_weights_of_its_forward(make):
     check(make, "direct", keeps=True)
 
 
-# ---- iterators cannot be written
+# ---- iterators cannot be rebuilt
 
 
 def generator(weight):
@@ -180,7 +180,7 @@ def generator(weight):
 
 def begun_generator(weight):
     def rows():
-        for row in weight.unbind():  # on the frame's stack alone
+        for row in weight.unbind():  # only on the frame's stack
             yield row * 2
 
     made = rows()
@@ -274,7 +274,7 @@ def double(tensor):
     return tensor * 2
 
 
-def test_an_object_that_stands_twice_stays_one():
+def test_an_object_with_two_references_stays_one_object():
     weight = torch.ones(2)
     pair = (weight, "name")
     first, second, tensor = change_tensors([pair, {"again": pair}, weight], double, "unit")

@@ -1,4 +1,4 @@
-"""Ranks that map one copy of the weights: who may write when, what it costs, how it fails."""
+"""Ranks that map one copy of the weights: order of reads and writes, cost, failures."""
 
 import io
 import time
@@ -24,7 +24,7 @@ def chain(**settings):
     return fs.shard(perturbed(Chain(3).double()), **{**SHARED, **settings})
 
 
-# ---- what it is ----------------------------------------------------------------------------------
+# ---- sharing -------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -39,7 +39,7 @@ def test_ranks_of_one_host_share_and_gather_nothing():
 
 @on_ranks(3)
 def test_every_rank_maps_all_parts():
-    """Every rank reads what any rank writes."""
+    """Every rank reads writes of any rank."""
     model = chain()
     engine, rank = engine_of(model), dist.get_rank()
     group = engine.units[1].groups[0]
@@ -49,8 +49,8 @@ def test_every_rank_maps_all_parts():
 
 
 @on_ranks(2)
-def test_a_ranks_memory_is_the_sharded_figure():
-    """Bytes by memory_stats, by plan, and as Linux counts shared pages, of a model of 64 MiB."""
+def test_the_memory_of_a_rank_is_its_share():
+    """Bytes of a 64 MiB model by memory_stats, by plan, and as Linux counts shared pages."""
     return_free_memory()
     dist.barrier()
     before = proportional_bytes()
@@ -75,21 +75,21 @@ def test_a_ranks_memory_is_the_sharded_figure():
 
 
 @on_ranks(2)
-def test_asking_for_what_cannot_be_shared_is_refused_with_the_reason():
+def test_a_shared_transport_that_is_impossible_is_refused_with_the_reason():
     with pytest.raises(ConfigError, match="transport: shared expects a shard axis of several"):
         fs.shard(Chain(2), transport="shared", strategy="no_shard")
 
 
-# ---- who may write when --------------------------------------------------------------------------
+# ---- order of reads and writes -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("slow", [0, 1])
 @on_ranks(2)
 def test_a_slot_of_offloaded_weights_waits_for_peers_that_still_copy_it(slow):
-    """One rank enters each unit late, when the other would have filled the slots again."""
+    """One rank enters each unit late, when the other could have refilled the slots."""
     model, x = perturbed(Chain(12).double()), vectors(0, 0)["x"]
     wanted = model(x)
-    prefetch = {"forward_prefetch": 10 * slow}  # more gathers than places
+    prefetch = {"forward_prefetch": 10 * slow}  # more gathers than slots
     chained = fs.shard(model, offload="cpu", transport="shared", poison=True, **prefetch)
     if dist.get_rank() == slow:
         for block in model.blocks:
@@ -100,7 +100,7 @@ def test_a_slot_of_offloaded_weights_waits_for_peers_that_still_copy_it(slow):
 
 
 def write_while_another_reads(grad):
-    """Rank 0 is slow inside its forward; rank 1 writes as soon as its own is over."""
+    """Rank 0 is slow in its forward; rank 1 writes as soon as its forward ends."""
     model, x = chain(), vectors(0, 0)["x"]
     with torch.no_grad():
         wanted = model(x)
@@ -152,7 +152,7 @@ def test_a_write_into_two_models_waits_for_the_readers_of_each(ranks):
 
 
 def differentiate_while_another_writes(before):
-    """Rank 0 is slow in a backward that sums nothing; rank 1 writes once its own is over."""
+    """Rank 0 is slow in a backward without reductions; rank 1 writes when its own ends."""
     model, x = chain(), vectors(0, 0)["x"].requires_grad_()
     scores = model(x)
     if dist.get_rank() == 0:
@@ -182,7 +182,7 @@ def test_a_write_waits_for_a_backward_of_an_older_graph(ranks, before):
 @pytest.mark.parametrize("part", ["model", "unit"])
 @on_ranks(2)
 def test_a_forward_waits_until_every_rank_has_written(part):
-    """Rank 1 is slow to write its part, which has the last layers; rank 0 begins meanwhile."""
+    """Rank 1 writes its part, the last layers, slowly; rank 0 starts in the meantime."""
     model, x = chain(), vectors(0, 0)["x"]
     if dist.get_rank() == 1:
         time.sleep(HOLD_S)
@@ -193,11 +193,11 @@ def test_a_forward_waits_until_every_rank_has_written(part):
     assert not found.any()
 
 
-# ---- gradients that are in no slot ---------------------------------------------------------------
+# ---- gradients outside of slots ------------------------------------------------------------------
 
 
 def deferred(transport):
-    """Micro-batches under no_sync are summed outside of the slots."""
+    """Micro-batches under no_sync accumulate outside of the slots."""
     torch.manual_seed(0)
     model = fs.shard(perturbed(Chain(4).double()), transport=transport, poison=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -218,11 +218,11 @@ def test_deferred_gradients_go_through_the_overflow_with_the_same_bits():
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-# ---- what a review found -------------------------------------------------------------------------
+# ---- faults found in a review --------------------------------------------------------------------
 
 
 def swapped_for_an_evaluation(settings):
-    """A forward, other weights for an evaluation, the old ones back, and then the backward."""
+    """A forward, an evaluation with swapped weights, the old weights, and the backward."""
     torch.manual_seed(0)
     model = fs.shard(perturbed(Chain(3).double()), poison=True, **settings)
     x, params = vectors(0, 0)["x"], list(model.parameters())
@@ -243,7 +243,7 @@ def swapped_for_an_evaluation(settings):
 @pytest.mark.short(1)
 @pytest.mark.parametrize("dtype", ["bf16", None])
 @on_ranks(2)
-def test_a_backward_sees_what_was_written_since_its_forward(dtype):
+def test_a_backward_sees_writes_since_its_forward(dtype):
     settings = {"param_dtype": dtype} if dtype else {}
     ours = swapped_for_an_evaluation({"transport": "shared", **settings})
     theirs = swapped_for_an_evaluation({"transport": "direct", **settings})
@@ -252,7 +252,7 @@ def test_a_backward_sees_what_was_written_since_its_forward(dtype):
 
 @on_ranks(2)
 def test_every_way_to_write_waits_and_copies_do_not():
-    """Lists that begin with a plain tensor, and arguments by name: each waits as others do."""
+    """Covers lists that begin with a plain tensor, and keyword arguments."""
     model, x = chain(ignore=["head.bias"]), vectors(0, 0)["x"]
     home, waits = engine_of(model).home, []
     real = home.before_write
@@ -264,7 +264,7 @@ def test_every_way_to_write_waits_and_copies_do_not():
         torch._foreach_mul_(params, 1.0)
         torch.nn.init.constant_(params[1], 0.5)
         found = len(waits)
-        params[1].detach().clone().abs_()  # one's own memory: nobody need wait
+        params[1].detach().clone().abs_()  # private memory: no rank waits
         params[1].data.mul_(1.0)
     assert (found, len(waits)) == (2, 3)
 

@@ -1,4 +1,4 @@
-"""Ranks that map one copy of the weights, when something fails: memory, a peer, the sandbox."""
+"""Failures of ranks that map one copy of the weights: memory, a peer, the sandbox."""
 
 import errno
 import faulthandler
@@ -36,8 +36,8 @@ AVAILABLE = host_memory.available_bytes
 
 
 @on_ranks(2)
-def test_a_host_without_memory_is_said_on_all_ranks_at_once():
-    """The first rank says that there is no memory: all ranks hear it, and none hangs."""
+def test_lack_of_host_memory_is_an_error_on_all_ranks_at_once():
+    """The first rank reports the lack of memory to all ranks, and no rank hangs."""
     if dist.get_rank() == 0:
         host_memory.available_bytes = lambda: 0
     try:
@@ -55,8 +55,8 @@ POINTS = [mark.name for mark in Mark]
 @pytest.mark.short(2)
 @pytest.mark.parametrize("mark", POINTS)
 @pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.slow)])
-def test_a_rank_that_is_killed_at_a_barrier_is_named_and_leaves_nothing(tmp_path, mark, when):
-    """Rank 1 kills itself right before, or right after, it says how far it is."""
+def test_a_rank_killed_at_a_barrier_is_named_and_leaves_no_segment(tmp_path, mark, when):
+    """Rank 1 kills itself just before or after it announces its progress."""
     jobs = [
         subprocess.Popen(
             [sys.executable, str(DIES), str(tmp_path / "store"), str(rank), mark, when],
@@ -83,7 +83,7 @@ def test_a_rank_that_is_killed_at_a_barrier_is_named_and_leaves_nothing(tmp_path
 
 
 def segments():
-    """Segments that a process of these jobs holds, and files that one left."""
+    """Returns segments mapped by this process, and leftover files."""
     held = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -99,11 +99,11 @@ def segments():
 def test_descriptors_and_addresses_go_away_with_the_model():
     def held():
         gc.collect()
-        gc.collect()  # what the first made unreachable from C++
+        gc.collect()  # objects of the first that C++ made unreachable
         maps = Path("/proc/self/maps").read_text()
         descriptors = 0
         for link in Path("/proc/self/fd").iterdir():
-            with suppress(FileNotFoundError):  # a thread of the pool has closed it since
+            with suppress(FileNotFoundError):  # closed by a thread of the pool
                 descriptors += "memfd:fullshard" in str(link.readlink())
         return maps.count("memfd:fullshard"), descriptors
 
@@ -116,7 +116,7 @@ def test_descriptors_and_addresses_go_away_with_the_model():
 
 
 def losses_of(transport, before_steps):
-    """The losses of three steps, and what `before_steps` returns for the model."""
+    """Returns the losses of three steps, and the result of `before_steps`."""
     torch.manual_seed(0)
     model, losses = chain(transport), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -133,10 +133,10 @@ def losses_of(transport, before_steps):
 @pytest.mark.parametrize("transport", ["shared", "direct", "c10d"])
 @on_ranks(2)
 def test_forked_children_do_no_harm(transport):
-    """A forked child, as a data loader's worker is, that outlives the steps beside it.
+    """A forked child, like a data loader's worker, outlives the steps.
 
-    Its calls that announce writes or send messages raise errors, as do reads of shards in the
-    memory of all ranks, which it cannot reach. Memory of this rank alone was copied.
+    In the child, calls that announce writes or send messages raise errors, as do reads of shards in
+    shared memory, which is not accessible. Private memory of this rank was copied.
     """
     told, end = os.pipe()
     is_shared = transport == "shared"
@@ -161,7 +161,7 @@ def test_forked_children_do_no_harm(transport):
     def fork(model):
         aliases = [p.to_local() for p in model.parameters()]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12's, of threads, fork
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork
             children.append(os.fork())
             if children[0] == 0:
                 try:
@@ -199,7 +199,7 @@ def test_a_sandbox_without_process_descriptors_shares_nothing():
 
 
 @on_ranks(2)
-def test_a_host_without_memory_for_deferred_gradients_is_said_in_backward():
+def test_lack_of_host_memory_for_deferred_gradients_is_an_error_in_backward():
     model = chain()
 
     def populate(*_):

@@ -1,4 +1,4 @@
-"""Weights in and out: state dicts, loading, whole blocks, averages."""
+"""Saving and loading weights: state dicts, full units, averages."""
 
 import copy
 import itertools
@@ -22,7 +22,7 @@ from support.scripts import Run, Tiny, compare, differences, error_of, tokens_of
 
 
 def sharded(tied=False, **config):
-    """The run, the sharded model, and the same model whole."""
+    """Returns the run, the sharded model, and the same model unsharded."""
     run = Run(torch.distributed.get_world_size(), rank())
     return run, run.shard(run.model(tied=tied), **config), run.model(tied=tied)
 
@@ -76,7 +76,7 @@ def test_a_full_state_dict_has_a_floating_point_dtype_or_is_refused():
 
 
 class WithExtras(Tiny):
-    """A model whose state dict holds more than tensors, under a name of its own."""
+    """A model whose state dict also has values that are not tensors, under its own name."""
 
     def get_extra_state(self):
         return {"version": 3}
@@ -90,7 +90,7 @@ def renamed(module, state, prefix, metadata):
 
 
 @on_ranks(2)
-def test_full_state_dict_follows_the_models_own_hooks():
+def test_full_state_dict_runs_the_models_own_hooks():
     run = Run(2, rank())
     model = run.model(WithExtras)
     model.register_state_dict_post_hook(renamed)
@@ -105,7 +105,7 @@ def test_full_state_dict_follows_the_models_own_hooks():
 
 
 def filled(model, seed=5):
-    """A whole state dict of other values."""
+    """Returns a full state dict with different values."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value.dtype)
@@ -124,15 +124,15 @@ def test_loading_a_whole_state_dict_slices_it_on_every_rank(tied, strategy):
     kept = dict(state)
     result = model.load_state_dict(state)
     assert (result.missing_keys, result.unexpected_keys) == ([], [])
-    assert all(state[name] is kept[name] for name in kept)  # the caller's dict is left alone
+    assert all(state[name] is kept[name] for name in kept)  # the caller's dict is unchanged
     assert same(fs.full_state_dict(model, rank0_only=False), state)
     part = filled(whole, seed=6)
     prefix = "blocks.1."
     inner = {k.removeprefix(prefix): v.float() for k, v in part.items() if k.startswith(prefix)}
-    model.blocks[1].load_state_dict(inner)  # and of another dtype
+    model.blocks[1].load_state_dict(inner)  # also in another dtype
     found = fs.full_state_dict(model, rank0_only=False)
     assert same(found, {**state, **{prefix + k: v.double() for k, v in inner.items()}})
-    older = whole.scale.detach().view(1)  # torch takes it for a parameter without dimensions
+    older = whole.scale.detach().view(1)  # torch accepts it for a zero-dimensional parameter
     model.load_state_dict({**whole.state_dict(), "scale": older})
     assert same(model(tokens_of(0, rank())), whole(tokens_of(0, rank())))
 
@@ -163,7 +163,7 @@ def test_failed_loads_say_what_torch_says_and_change_nothing(ranks, snapshot):
     assert texts[0] == snapshot
 
 
-# ---- saving what is cut -----------------------------------------------------------------------
+# ---- saving shards -----------------------------------------------------------------------------
 
 
 def state_dict_on_one_rank():
@@ -226,7 +226,7 @@ def test_saving_a_shard_raises_and_leaves_no_file_that_loads(ranks, snapshot, tm
 
 
 @on_ranks(2)
-def test_where_nothing_is_cut_torch_save_works(tmp_path):
+def test_torch_save_works_with_unsharded_parameters(tmp_path):
     _, model, whole = sharded(strategy="no_shard")
     if rank() == 0:
         torch.save(model.state_dict(), tmp_path / "model.pt")
@@ -291,7 +291,7 @@ def test_data_assigned_inside_unsharded_is_kept(strategy):
     _, model, whole = sharded(strategy=strategy)
 
     def assign(a, b, model):
-        a.data, b.data = b.data.t(), a.data.t()  # each a view of the other's memory
+        a.data, b.data = b.data.t(), a.data.t()  # each is a view of the other's memory
         model.head.weight.data = model.head.weight.data * 3
         vector = nn.utils.parameters_to_vector(model.blocks[1].parameters())
         nn.utils.vector_to_parameters(vector * 2, model.blocks[1].parameters())
@@ -310,7 +310,7 @@ def test_data_assigned_inside_unsharded_is_kept(strategy):
     assert same(fs.full_state_dict(model, rank0_only=False), whole.state_dict())
 
 
-@pytest.mark.parametrize("name", ["head.weight", "scale"])  # a rank has all of scale
+@pytest.mark.parametrize("name", ["head.weight", "scale"])  # one rank has all of scale
 @on_ranks(2)
 def test_a_gradient_assigned_inside_unsharded_is_an_error_on_all_ranks(name):
     run, model, _ = sharded()
@@ -321,19 +321,19 @@ def test_a_gradient_assigned_inside_unsharded_is_an_error_on_all_ranks(name):
     assert param.grad is None
     run.loss(model, 0).backward()
     with fs.unsharded(model):
-        param.grad.mul_(2)  # the shard's
+        param.grad.mul_(2)  # the gradient of the shard
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @on_ranks(2)
-def test_gradients_set_inside_unsharded_are_those_that_are_set_outside(strategy):
+def test_gradients_set_inside_unsharded_equal_those_set_outside(strategy):
     found = []
     for block in (nullcontext, fs.unsharded):
         run, model, _ = sharded(strategy=strategy)
         with fs.no_sync(model):
             run.loss(model, 1).backward()
         with block(model):
-            model.head.weight.grad = None  # drops what was deferred
+            model.head.weight.grad = None  # drops deferred gradients
             if strategy == "no_shard":
                 model.scale.grad = torch.ones(model.scale.shape, dtype=model.scale.dtype)
         run.loss(model, 0).backward()
@@ -346,7 +346,7 @@ def misused_blocks():
     run, model, _ = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.loss(model, 0).backward()
-    optimizer.step()  # shards here, whole below
+    optimizer.step()  # shards here, full tensors below
     nested, waits = fs.unsharded(model), run.loss(model, 0)
     with fs.unsharded(model):
         texts = {
@@ -369,7 +369,7 @@ def test_misuse_inside_unsharded_is_said(ranks, snapshot):
 
 
 def averaged(run, update):
-    """An exponential moving average of the weights, which is then evaluated."""
+    """Keeps an exponential moving average of the weights, and evaluates it."""
     model = run.shard(run.model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     average = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -420,11 +420,11 @@ def test_an_average_of_shards_is_the_shard_of_the_average(ranks, update):
 
 
 def taught_by_an_average(run, update):
-    """A frozen teacher that follows a student of which a part is frozen."""
+    """A frozen teacher follows a partly frozen student."""
     student, teacher = run.model(), run.model()
     for part in (student.embed, student.blocks[1].mid):
         part.requires_grad_(False)
-    if update == "lerp":  # elements meet: both are cut alike, and frozen after that
+    if update == "lerp":  # corresponding elements: both are sharded alike, then frozen
         for part in (teacher.embed, teacher.blocks[1].mid):
             part.requires_grad_(False)
     else:
@@ -454,7 +454,7 @@ def test_a_teacher_follows_a_student_that_is_frozen_in_part(ranks, update):
 
 
 def met_while_cut_otherwise():
-    """Elements of two models that are cut in other places."""
+    """Combines shards of two models with different offsets."""
     run = Run(2, rank())
     student, teacher = run.model(), run.model()
     student.blocks[1].mid.requires_grad_(False)
@@ -465,7 +465,7 @@ def met_while_cut_otherwise():
     return [text for text in texts if not text.startswith("NO ERROR")]
 
 
-def test_shards_that_are_cut_otherwise_are_refused_on_all_ranks_with_a_cure(ranks):
+def test_shards_with_other_offsets_are_refused_on_all_ranks_with_a_remedy(ranks):
     first, second = ranks(2)(met_while_cut_otherwise)
     assert first
     assert len(first) == len(second)

@@ -1,4 +1,4 @@
-"""What ranks hold between steps is what the plan said, as the system counts it."""
+"""The memory of ranks between steps is the planned memory, as the system counts it."""
 
 import gc
 from typing import Any
@@ -23,12 +23,12 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 class Block(nn.Module):
-    """A matrix, and a buffer that nobody shards."""
+    """A matrix, and a buffer that is not sharded."""
 
     def __init__(self, width):
         super().__init__()
         self.linear = nn.utils.skip_init(nn.Linear, width, width)
-        nn.init.constant_(self.linear.weight, 1e-3)  # random numbers would take the most time
+        nn.init.constant_(self.linear.weight, 1e-3)  # random numbers would need most of the time
         nn.init.zeros_(self.linear.bias)
         self.register_buffer("scale", torch.ones(width, width // 8))
 
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 def train(width, num_blocks, strategy, sizes):
-    """Shards a model, its first block frozen, and takes two steps; what is held afterwards."""
+    """Shards a model with a frozen first block, takes two steps, and returns its state."""
     model = nn.Sequential(*[Block(width) for _ in range(num_blocks)])
     model[0].requires_grad_(False)
     fs.shard(model, strategy=strategy, wrap=["Block"], **sizes)
@@ -46,13 +46,13 @@ def train(width, num_blocks, strategy, sizes):
         optimizer.zero_grad()
         model(torch.randn(1, width)).square().sum().backward()
         optimizer.step()
-    return model, optimizer  # with gradients: they are in the plan
+    return model, optimizer  # keeps gradients, which are in the plan
 
 
 def held_bytes(strategy, sizes):
     """Growth of this rank's memory, the plan's rows and the number of parameters."""
-    train(64, 2, strategy, sizes)  # what is loaded at first use is no state
-    gc.collect()  # whole cycles: a model, its hooks and its engine
+    train(64, 2, strategy, sizes)  # libraries loaded at first use are not state
+    gc.collect()  # complete cycles: a model, its hooks and its engine
     return_free_memory()
     torch.distributed.barrier()
     before = proportional_bytes()
@@ -60,7 +60,7 @@ def held_bytes(strategy, sizes):
     return_free_memory()
     torch.distributed.barrier()
     growth = proportional_bytes() - before
-    torch.distributed.barrier()  # shared pages count by who else holds them: nobody leaves early
+    torch.distributed.barrier()  # no rank leaves while shared pages are counted
     plan = engine_of(kept[0]).plan
     return growth, {row.name: row.num_bytes for row in plan.memory}, plan.num_parameters
 

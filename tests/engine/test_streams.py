@@ -24,7 +24,7 @@ from support.grid import marked
 from support.mutants import Mutant, calls_of
 from support.streams import DEFAULT, SIDE, Played
 
-WIDTH = 136  # the smallest whose gradients are large: each is moved as soon as it is there
+WIDTH = 136  # the smallest model with large gradients, which are moved as soon as they are ready
 
 
 class Block(nn.Module):
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class Chain(nn.Module):
-    """Equal blocks; a forward skips the block `left_out`."""
+    """Equal blocks; forward skips the block `left_out`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Chain(nn.Module):
 
 
 class Twice(Chain):
-    """Each block runs twice, so that it has a slot of its own once the order is learned."""
+    """Each block runs twice, so that it has its own slot once the order is learned."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in (*self.blocks, *self.blocks):
@@ -94,12 +94,12 @@ class Tower(nn.Module):
 
 @dataclass(frozen=True)
 class Trial:
-    """A model that is trained on the simulated device.
+    """A model to train on the simulated device.
 
     Attributes:
         settings: Keyword arguments of fs.shard.
-        build: Makes the model.
-        stream: The stream that it is trained on; it is sharded on the default one.
+        build: Builds the model.
+        stream: Stream of training; sharding uses the default one.
         sync: no_sync around the first micro-batch: "", "all" or "outer".
         again: Whether blocks are recomputed.
     """
@@ -167,7 +167,7 @@ CHOICES = list(
         (1, 2),
     )
 )
-# With this stride, of those tried, the fewest trials have every pair of choices.
+# Of the strides tried, this one covers every pair of choices with the fewest trials.
 CHOSEN = [CHOICES[at * 583 % len(CHOICES)] for at in range(37)]
 NUM_SHORT = 18
 GRID = [
@@ -189,7 +189,7 @@ GRID = [
 ]
 
 
-def test_the_short_trials_have_every_pair_of_choices():
+def test_the_short_trials_cover_every_pair_of_choices():
     def pairs(trials):
         return {pair for chosen in trials for pair in combinations(enumerate(chosen), 2)}
 
@@ -199,7 +199,7 @@ def test_the_short_trials_have_every_pair_of_choices():
 @pytest.mark.parametrize(
     "trial", marked(zip(GRID), lambda trial: trial in GRID[:NUM_SHORT], pytest.mark.long), ids=str
 )
-def test_nothing_is_touched_before_it_may_be(trial):
+def test_no_memory_is_accessed_too_early(trial):
     played = trial.run()
     assert played.num_accesses > 1000
     assert not played.races
@@ -232,7 +232,7 @@ def test_nvtx_ranges_end_where_backward_raises():
 
 
 def on_other_streams(trial, model, played):
-    """Two forwards on streams of their own, their backwards from a third."""
+    """Two forwards on separate streams, their backwards called from a third."""
     losses = []
     for stream in ("one", "two"):
         played.join(stream, played.now)
@@ -323,13 +323,13 @@ def trains_beside_another_model(trial, model, played):
 
 
 def learns_another_order(trial, model, played):
-    """Slots are freed that another stream has read than the one that they were made on."""
+    """Frees slots that a different stream has read than the one that made them."""
     with played.on(DEFAULT):
         other = fs.shard(Twice(), transport="fake", wrap=["Block"], **FULL)
     played.watch(other)
     played.join(played.now, DEFAULT)
     other(torch.randn(3, WIDTH)).backward()
-    with torch.no_grad():  # prefetches a unit that is never entered
+    with torch.no_grad():  # this prefetches a unit that is never entered
         other.blocks[1](torch.randn(3, WIDTH))
     other(torch.randn(3, WIDTH)).backward()
 
@@ -362,7 +362,7 @@ def computes_on_two_streams(trial, model, played):
 
 
 def waits_on_another_stream(trial, model, played):
-    """Gradients that wait were made on one stream, and are reduced on another."""
+    """Waiting gradients were made on one stream, and are reduced on another."""
     for outer_only in (False, True):
         with fs.no_sync(model, outer_only=outer_only):
             model(torch.randn(3, WIDTH)).backward()
@@ -373,7 +373,7 @@ def waits_on_another_stream(trial, model, played):
 
 
 def defers_and_leaves_out_a_block(trial, model, played):
-    """Peers wait for the block, whose gather begins late where weights are on disk."""
+    """Peers wait for the block, whose gather starts late because weights are on disk."""
     model.left_out = 3
     with fs.no_sync(model):
         model(torch.randn(3, WIDTH)).backward()
@@ -383,7 +383,7 @@ def defers_and_leaves_out_a_block(trial, model, played):
 
 
 class Aside(Block):
-    """In backward, a hook differentiates on another stream what the unit computed first."""
+    """A backward hook differentiates the unit's first results on another stream."""
 
     streams: Any = None
     held: Any = None
@@ -403,7 +403,7 @@ class Aside(Block):
 
 
 def differentiates_on_another_stream(trial, model, played):
-    """A unit that was gathered ahead is first read there."""
+    """A prefetched unit is first read there."""
     Aside.streams, Aside.held = played, []
     for block in model.blocks:
         block.__class__ = Aside
@@ -413,7 +413,7 @@ def differentiates_on_another_stream(trial, model, played):
 
 
 def updates_on_other_streams(trial, model, played):
-    """The optimizer steps on another stream than the backward, and that than the forward."""
+    """Forward, backward and optimizer each run on a different stream."""
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     for _ in range(2):
         on_other_streams(trial, model, played)
@@ -424,7 +424,7 @@ def updates_on_other_streams(trial, model, played):
         played.join(played.now, SIDE)
 
 
-# Without gradients on disk: they are copied while the host waits, and on a CPU otherwise.
+# Without gradients on disk: the host waits for their copies, and a CPU copies differently.
 ON_DISK = {"parameters": "nvme", "gradients": "cpu", "optimizer": "nvme"}
 OTHERS = [
     Trial(FULL, do=on_other_streams),
@@ -447,13 +447,13 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("trial", OTHERS, ids=lambda trial: trial.do.__name__)
-def test_nothing_is_touched_too_early_either_where_a_model(trial):
+def test_no_memory_is_accessed_too_early_when_a_model(trial):
     assert not trial.run().races
 
 
 # ---- each wait is needed
 
-# Waits of CPU ranks for messages and disks, and methods with the name of a wait.
+# Waits of CPU ranks for messages and disks, and methods that are only named like waits.
 NO_WAITS = ("Works(works, own).wait", "norms.keep", "owned.join")
 WAITS = [
     mutant
@@ -474,7 +474,7 @@ SHORT = [
     Trial({"strategy": "no_shard", "replicate": 4, "offload": "cpu"}),
     *OTHERS,
 ]
-# Which trials are tried first; all others follow. Words of a mutant: words of a trial.
+# Trials to run first for a mutant, by words of both; all others follow.
 FIRST = {
     "gather_piece|gather_master": "reads_whole_tensors",
     "_agree_on_order|_switch_to": "learns_another_order",
@@ -489,7 +489,7 @@ FIRST = {
 
 
 def test_one_file_calls_streams_and_events():
-    """Calls elsewhere would not be simulated. Unlocking pages waits for the device."""
+    """Calls elsewhere would not be simulated; unlocking pages waits for the device."""
     calls = re.compile(
         r"cuda\.(Stream|Event|stream|current_stream|synchronize)\b|_stream\(|_event\("
     )
@@ -509,10 +509,10 @@ def is_caught(mutant: Mutant) -> bool:
         return any(trial.run().races for trial in trials)
 
 
-def test_the_waits_are_these():
+def test_the_list_of_waits_is_complete():
     assert len(WAITS) == 31, WAITS
 
 
 @pytest.mark.parametrize("mutant", WAITS, ids=str)
-def test_a_wait_that_is_left_out_is_seen(mutant):
+def test_removing_a_wait_is_detected(mutant):
     assert is_caught(mutant)

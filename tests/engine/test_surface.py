@@ -1,4 +1,4 @@
-"""What people see of a sharded model: names, counts, hooks, memory."""
+"""The user's view of a sharded model: names, counts, hooks, memory."""
 
 import gc
 import inspect
@@ -66,7 +66,7 @@ def test_names_order_and_identity_of_parameters_never_change(strategy):
         assert torch.equal(param.to_local().reshape(-1), mine)
         assert torch.equal(param.full_tensor(), whole)
         cut += 0 < param.numel() < whole.numel()
-    assert cut == (0 if strategy == "no_shard" else 3)  # a matrix a block: the tests do cut
+    assert cut == (0 if strategy == "no_shard" else 3)  # one matrix per block: the tests do shard
     assert fs.sharding(before["blocks.1.up.weight"]).unit == "blocks.1"
 
 
@@ -81,7 +81,7 @@ def grads_by_name(run, model):
 
 
 def deferred(run):
-    """Nested no_sync, an exception inside, and a backward outside that reduces all."""
+    """Nested no_sync, an exception inside, and a backward outside that reduces everything."""
     model = run.shard(run.model())
     shown = []
     no_sync = partial(fs.no_sync, model) if run.sharded else partial(torch.enable_grad)
@@ -112,7 +112,7 @@ def test_no_sync_nests_and_the_next_backward_reduces_everything(ranks):
 
 
 def hooks(run):
-    """Post-accumulate hooks, made before and after sharding, removed by their handles."""
+    """Post-accumulate hooks registered before and after sharding, removed by their handles."""
     model = run.model()
     seen: list[Any] = []
     given: list[nn.Parameter] = []
@@ -128,7 +128,7 @@ def hooks(run):
     late = model.head.weight.register_post_accumulate_grad_hook(partial(see, "late"))
     run.loss(model, 0).backward()
     early.remove()
-    run.loss(model, 1).backward()  # onto the first gradient
+    run.loss(model, 1).backward()  # adds to the first gradient
     if run.sharded:
         with fs.no_sync(model):  # an unreduced gradient is no gradient yet
             run.loss(model, 2).backward()
@@ -149,12 +149,12 @@ def test_post_accumulate_hooks_see_the_reduced_gradient(ranks):
 
 
 def live_bytes():
-    """Bytes of all storages that live tensors hold, each once."""
-    time.sleep(0.1)  # gloo's thread lets go of the last collective's tensor a little later
+    """Returns bytes of all storages of live tensors, each counted once."""
+    time.sleep(0.1)  # gloo's thread frees the last collective's tensor a little later
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
-        kind = type(thing)  # other tests of this process may have left tensors of the compiler's
+        kind = type(thing)  # other tests of this process may have left tensors of the compiler
         if issubclass(kind, torch.Tensor) and not thing.is_meta and kind is not FakeTensor:
             with torch._C.DisableTorchFunctionSubclass():
                 storage = thing.untyped_storage()
@@ -163,9 +163,9 @@ def live_bytes():
 
 
 def memory(strategy, dtype):
-    """What memory_stats says beside what the process holds and the plan promised.
+    """Returns memory_stats, the bytes in this process, and the planned bytes.
 
-    Without a shared home, of which a tensor's storage is the whole (see test_shared_home.py).
+    Without a shared home, in which a tensor's storage covers all ranks (see test_shared_home.py).
     """
     run = Run(torch.distributed.get_world_size(), rank())
     live_bytes()
@@ -192,24 +192,24 @@ def memory(strategy, dtype):
         lambda strategy, dtype: not (strategy == "shard_grad_op" and dtype),
     ),
 )
-def test_memory_stats_is_what_tensors_hold_and_what_was_planned(ranks, strategy, dtype):
+def test_memory_stats_equal_live_bytes_and_the_plan(ranks, strategy, dtype):
     numel = sum(p.numel() for p in Tiny().parameters())
     for found in ranks(2)(memory, strategy, dtype):
         start, stats = found["stats"]
-        norms = 0 if dtype else 8 * len(list(Tiny().parameters()))  # squared, one a parameter
+        norms = 0 if dtype else 8 * len(list(Tiny().parameters()))  # one square per parameter
         kinds = {kind: row for kind, row in stats.items() if kind != "total"}
         assert stats["total"]["now"] == sum(row["now"] for row in kinds.values())
         assert found["grown"] == [start["total"]["now"], stats["total"]["now"] + norms]
         planned = found["planned"]
         for kind, row in kinds.items():
-            if kind == "communication_buffers":  # taken when first used
+            if kind == "communication_buffers":  # allocated at first use
                 assert (not dtype) <= row["now"] <= planned[kind]
             else:
                 assert row["now"] == planned.get(kind, 0), kind
         assert planned.keys() - kinds.keys() == {"optimizer_(AdamW)"}
         parts = 1 if strategy == "no_shard" else 2
         shards = stats["parameter_shards"]["now"]
-        padding = 63 * len(list(Tiny().parameters())) + 4 * 64 * parts  # at most, of four units
+        padding = 63 * len(list(Tiny().parameters())) + 4 * 64 * parts  # at most two of four units
         assert 8 * numel / parts <= shards <= 8 * (numel + padding) / parts
         assert stats["gradient_shards"]["now"] == shards
         assert math.isclose(found["whole"], 8 * numel, rel_tol=0.02)
@@ -224,7 +224,7 @@ def _train_and_drop():
 
 @on_ranks(2)
 def test_a_dropped_model_leaves_nothing_behind():
-    """Bytes left after a model was sharded, trained and dropped."""
+    """Compares bytes before and after a model was sharded, trained and dropped."""
     _train_and_drop()
     before = live_bytes()
     _train_and_drop()
@@ -251,6 +251,6 @@ def test_the_one_process_wide_hook_goes_with_the_last_model():
     assert (alive, len({*pre_hooks, *post_hooks})) == (2, 0)
 
 
-def test_the_errors_of_tests_name_what_is_untyped():
+def test_untyped_errors_are_shown_in_failures_of_tests():
     assert error_of(lambda: [].pop()) == "UNTYPED IndexError: pop from empty list"
     assert error_of(lambda: None) == "NO ERROR: NoneType"

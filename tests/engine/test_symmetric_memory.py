@@ -20,7 +20,7 @@ from support.ranks import on_ranks
 
 
 class Memory:
-    """torch's module of symmetric memory, whose pool is the CPU's memory; notes what is shared."""
+    """Stands for torch's symmetric memory, with a pool in CPU memory; records registrations."""
 
     def __init__(self):
         self.is_inside, self.made, self.registered = False, set(), []
@@ -50,7 +50,7 @@ class Memory:
 
     @contextmanager
     def in_place(self):
-        """Inside, slots are shared over it."""
+        """Context in which slots are registered with it."""
         found = (self, self, torch.device("cpu"))
         with (
             patch.object(c10d, "symmetric_memory", lambda: found),
@@ -72,7 +72,7 @@ def slots_of(model):
 
 
 def registered(settings):
-    """What a rank registers when it shards, and after the order was learned."""
+    """Returns a rank's registrations at sharding, and after the order was learned."""
     memory, settings = Memory(), {"transport": "c10d", "symmetric_memory": True, **settings}
     with memory.in_place():
         model = fs.shard(perturbed(Chain(4, (3, 2, 1, 0))).float(), wrap=["Block"], **settings)
@@ -91,7 +91,7 @@ def registered(settings):
     assert [(slot, group) for slot, _, _, group in begun] == expected
     assert engine_of(model).runtime.agreed
     again = [slot for slot, *_ in memory.registered]
-    assert len(set(again)) == len(again)  # equal rings serve again
+    assert len(set(again)) == len(again)  # equal rings are reused
     assert {slot for slots in slots_of(model).values() for slot in slots} <= set(again)
     return [found[1:] for found in memory.registered]
 
@@ -104,7 +104,7 @@ def test_each_slot_is_registered_once_and_in_one_order(ranks, settings):
 
 
 def registered_experts(settings):
-    """Slots and meshes of a model whose experts have a mesh of their own."""
+    """Returns slots and meshes of a model whose experts have their own mesh."""
     memory, model = Memory(), qwen()
     with memory.in_place():
         mesh = cut_as_transformers(model, 2)["fsdp"]

@@ -1,4 +1,4 @@
-"""Transports move the same bits: sums have an order, and it is the ranks'."""
+"""Transports move the same bits, and sum in rank order."""
 
 import importlib.util
 import math
@@ -30,14 +30,14 @@ NATIVE = {"transport": "c10d", "reduction": "native"}
 
 
 def bits_of(case, settings):
-    """Gradients, norms and parameters after each step."""
+    """Returns gradients, norms and parameters after each step."""
     model, steps = train_sharded(case.build, case.work, settings)
     assert engine_of(model).transport.name == settings["transport"]
     return steps
 
 
 def differing(ours, theirs):
-    """Which tensors differ in any bit."""
+    """Returns the tensors that differ in any bit."""
     wrong = []
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         for kind in ("gradients", "params"):
@@ -50,7 +50,7 @@ def differing(ours, theirs):
 
 
 def check_bits(name, settings):
-    """All but the native sum agree in every bit; that one is counted apart."""
+    """Checks that all but the native sum agree bit for bit; that one is compared separately."""
     case = float32_case(name)
     direct = bits_of(case, {**settings, "transport": "direct"})
     if settings["strategy"] != "no_shard" and settings.get("replicate") != 4:
@@ -117,7 +117,7 @@ def test_the_backend_reduces_into_the_slot_that_it_reads():
 
 
 def sums_of_many(most_rounded):
-    """How bits of `auto` differ from `direct`, if this many ranks may be summed in bfloat16."""
+    """Returns how `auto` differs from `direct` if this many ranks may be summed in bfloat16."""
     case, found = float32_case("chain"), []
     settings = {"param_dtype": "bf16", "reduce_dtype": "bf16", "fp32_modules": ["blocks.0.norm"]}
     with patch.object(values, "MOST_ROUNDED", most_rounded):
@@ -151,7 +151,7 @@ def test_receive_buffers_of_c10d_are_planned(reduction, more):
     rows = {row.name: row.num_bytes for row in engine_of(model).plan.memory}
     used = fs.memory_stats(model)["communication_buffers"]["now"]
     assert rows["communication buffers"] == used
-    assert (used > 0) is (reduction == "ordered")  # the other is received in gradient slots
+    assert (used > 0) is (reduction == "ordered")  # the others are received in gradient slots
 
 
 # ---- runs repeat ---------------------------------------------------------------------------------
@@ -168,11 +168,11 @@ def test_the_same_ranks_give_the_same_bits_again(transport):
     assert differing(first, again) == []
 
 
-# ---- one process plays a rank of any world -------------------------------------------------------
+# ---- one process simulates a rank of any world ---------------------------------------------------
 
 
 def step_alone(model, step):
-    """The gradients of one step on the batch of rank 0; `p.grad` as one process shows it."""
+    """Returns gradients of one step on rank 0's batch, in the shape of `p.grad`."""
     loss = mean_square(model(**vectors(step, 0)))
     loss.backward()
     return [p.grad.to_local().clone() for p in model.parameters()]
@@ -210,7 +210,7 @@ def test_fake_ranks_run_the_plan_of_any_world(sizes, strategy):
 
 
 def test_fake_ranks_receive_what_the_plan_says():
-    """Bytes of a gather grow towards the whole unit, bytes of a rank's part go to nothing."""
+    """Bytes of a gather approach the whole unit, bytes of a rank's part approach zero."""
     for size in (2, 8, 64):
         plan = fs.plan(chain(), world_size=size, transport="fake")
         layout = plan.units[1].groups[0].layout
@@ -220,7 +220,7 @@ def test_fake_ranks_receive_what_the_plan_says():
 
 
 def equal_ranks(settings):
-    """Every rank is given the first rank's batch; three steps, in float32."""
+    """Every rank gets the first rank's batch for three steps in float32."""
     case, found = float32_case("chain"), []
     model = fs.shard(case.build(), strategy="no_shard", **settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -249,7 +249,7 @@ SPELLINGS = {
 
 
 def compat_without_new_names():
-    """The module as a torch that lacks the new names imports it."""
+    """Returns the module as imported by a torch without the new names."""
     kept = {name: vars(dist).pop(name) for name in SPELLINGS if name in vars(dist)}
     try:
         spec = importlib.util.spec_from_file_location("old_compat", _torch_compat.__file__)
@@ -266,7 +266,7 @@ def test_both_spellings_do_the_same():
     for compat in (_torch_compat, compat_without_new_names()):
         whole, part = torch.empty(8), torch.empty(4)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # what torch 2.13 says of the old names
+            warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 warns of the old names
             compat.all_gather_single(whole, torch.arange(4.0) + 10 * rank)
             compat.reduce_scatter_single(part, whole * (rank + 1))
         assert torch.equal(whole, torch.tensor([0.0, 1, 2, 3, 10, 11, 12, 13]))
@@ -282,7 +282,7 @@ def test_groups_wait_as_long_as_the_one_that_the_user_made():
     assert {g._get_backend(cpu).options._timeout for g in groups} == {COLLECTIVE_TIMEOUT}
 
 
-def test_messages_that_failed_are_not_awaited_again():
+def test_failed_messages_are_not_awaited_again():
     waits = []
 
     class Work:
@@ -301,7 +301,7 @@ def test_messages_that_failed_are_not_awaited_again():
 
 
 def begins_before_its_peer(kind, reduction):
-    """A sum over replicas: rank 1 begins only once rank 0 has begun, and both end."""
+    """Rank 1 starts a sum over replicas only after rank 0 started; both end."""
     config = ShardConfig(transport=TransportKind(kind), reduction=reduction)
     transport, values = make_transport(config, Mesh(2, 1)), torch.ones(256)
     store = dist.distributed_c10d._get_default_store()
@@ -318,5 +318,5 @@ def begins_before_its_peer(kind, reduction):
 @pytest.mark.parametrize(
     ("kind", "reduction"), [("direct", "ordered"), ("c10d", "native"), ("c10d", "ordered")]
 )
-def test_a_sum_over_replicas_is_begun_without_waiting_for_them(ranks, kind, reduction):
+def test_a_sum_over_replicas_starts_without_waiting_for_peers(ranks, kind, reduction):
     assert ranks(2)(begins_before_its_peer, kind, reduction, timeout=20) == [[2.0], [2.0]]

@@ -1,4 +1,4 @@
-"""The table of scripts that change nothing but one line: right, in every row."""
+"""A table of scripts in which only one line changes; every row gives the right result."""
 
 import warnings
 from contextlib import nullcontext
@@ -58,7 +58,7 @@ def parameters_with_elements_alone(run):
 
 
 def noise_in_weights_that_is_taken_back_before_backward(run):
-    """Autograd reads what the slots hold now, and `.data` hides the write from it."""
+    """Autograd reads the current slots, and `.data` hides the write from it."""
     model = run.shard(run.model(), transport="direct")
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
@@ -74,7 +74,7 @@ def noise_in_weights_that_is_taken_back_before_backward(run):
 
 
 class Twins(Tiny):
-    """Its forward averages blocks into others, which come first."""
+    """Its forward averages blocks into earlier ones."""
 
     def __init__(self):
         super().__init__()
@@ -95,7 +95,7 @@ class Twins(Tiny):
 def momentum_encoder_averaged_in_forward(run):
     results = []
     for transport in ("direct", "shared"):
-        model = run.model(Twins).requires_grad_(True)  # so that both are cut alike
+        model = run.model(Twins).requires_grad_(True)  # so that both are sharded alike
         run.shard(model, transport=transport, wrap=["Block"]).keys.requires_grad_(False)
         optimizer = optim.SGD(model.parameters(), lr=0.1)
         train(run, model, optimizer, 3)
@@ -104,7 +104,7 @@ def momentum_encoder_averaged_in_forward(run):
 
 
 def an_embedding_whose_hook_reads_its_weight(run):
-    """As those of weight_norm and spectral_norm: its backward needs more than indices."""
+    """Like weight_norm and spectral_norm, its backward needs more than indices."""
     model = run.model()
     model.embed.register_forward_hook(lambda m, _, found: found * m.weight.square().mean())
     run.shard(model, transport="direct", wrap=["Block", "Embedding"])
@@ -113,7 +113,7 @@ def an_embedding_whose_hook_reads_its_weight(run):
 
 
 def gradients_of_activations_between_micro_batches(run):
-    """A backward that reaches no parameter and passes units by reduces nothing."""
+    """A backward that reaches no parameter but passes through units reduces nothing."""
     results = []
     for settings in ({"transport": "direct"}, {"strategy": "no_shard", "transport": "direct"}):
         model = run.shard(run.model(), **settings)
@@ -173,7 +173,7 @@ def with_weight_norm(linear):
 
 def with_old_weight_norm(linear):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # deprecated, and still in scripts
+        warnings.simplefilter("ignore", FutureWarning)  # deprecated, but still used in scripts
         nn.utils.weight_norm(linear)
 
 
@@ -186,7 +186,7 @@ def with_orthogonal_weights(linear):
 
 
 class Symmetric(nn.Module):
-    """Makes a square weight symmetric."""
+    """A parametrization that makes a square weight symmetric."""
 
     def forward(self, weight):
         return weight.triu() + weight.triu(1).mT
@@ -200,7 +200,7 @@ def with_own_parametrization(linear):
 
 
 def everything_at_once(run):
-    """Accumulation, clipping, schedule, average, evaluation: a loop as people have them."""
+    """A typical loop: accumulation, clipping, schedule, average, evaluation."""
     model = run.shard(run.model(tied=True))
     decay = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
@@ -247,7 +247,7 @@ def averaged_model_made_before(run):
 
 
 def two_models_in_turn(run):
-    """One model learns from another's outputs, which learns too."""
+    """Trains two models in turn, then both on the sum of their losses."""
     one, two = run.shard(run.model()), run.shard(run.model())
     optimizers = [optim.SGD(one.parameters(), lr=0.1), optim.AdamW(two.parameters(), lr=1e-2)]
     for step in range(3):
@@ -312,9 +312,9 @@ def test_a_script_around_an_optimizer_gives_what_one_process_gives(ranks, script
 
 
 def bfloat16_autocast(run):
-    """Ranks enter one block around all steps; in one process each forward has a block of its own.
+    """One context around all steps; in one process, each forward has its own context.
 
-    torch keeps the casts of a block: of weights that have changed, or without a graph.
+    torch caches casts per context, even of weights that have changed, or without a graph.
     """
     model = run.shard(run.model().float(), transport="direct")
     optimizer = optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)

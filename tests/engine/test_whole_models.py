@@ -1,4 +1,4 @@
-"""What people do with whole models: generate, replicas, odd parameters."""
+"""Operations on full models: generate, replicas, unusual parameters."""
 
 from unittest.mock import patch
 
@@ -17,8 +17,8 @@ from support.ranks import on_ranks
 @pytest.mark.short(1)
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 @on_ranks(2)
-def test_generate_gives_what_the_whole_model_gives(strategy):
-    """Ranks generate from prompts of their own length between training steps."""
+def test_generate_gives_the_results_of_the_unsharded_model(strategy):
+    """Ranks generate from prompts of different lengths between training steps."""
     case, rank = CASES["tied llama"], dist.get_rank()
     alone = case.build()
     model = fs.shard(case.build(), strategy=strategy, poison=True)
@@ -28,7 +28,7 @@ def test_generate_gives_what_the_whole_model_gives(strategy):
         found = model.eval().generate(prompt, max_new_tokens=5, do_sample=False, use_cache=True)
         assert torch.equal(found, wanted)
         with fs.unsharded(model, writeback=False), torch.no_grad():
-            if rank == 0:  # nothing is gathered inside: one rank may generate alone
+            if rank == 0:  # nothing is gathered inside, so one rank may generate alone
                 again = model.generate(prompt, max_new_tokens=5, do_sample=False)
                 assert torch.equal(again, wanted)
         case.work(model.train(), 0, rank)
@@ -42,7 +42,7 @@ def train_on(model, steps):
 
 @on_ranks(2)
 def test_replicas_that_drift_apart_are_named():
-    """Trained weights are compared at each step; all others at the next look."""
+    """Trained weights are compared at each step, all others at the next check."""
     model = perturbed(Chain(3))
     model.blocks[1].requires_grad_(False)
     fs.shard(model, strategy="no_shard")
@@ -55,8 +55,8 @@ def test_replicas_that_drift_apart_are_named():
 
 
 @on_ranks(2)
-def test_a_rank_alone_may_evaluate_a_replicated_model():
-    """Where nothing is gathered, a rank alone may evaluate at any step."""
+def test_one_rank_alone_may_evaluate_a_replicated_model():
+    """Without gathers, one rank alone may evaluate at any step."""
     model = fs.shard(perturbed(Chain(3)), strategy="no_shard")
     for step in range(2):
         train_on(model, [step])

@@ -1,4 +1,4 @@
-"""Whole states of model and optimizer go out to one rank and in from one rank."""
+"""Full states of model and optimizer are saved to one rank and loaded from one rank."""
 
 import copy
 from typing import Any
@@ -47,7 +47,7 @@ def steps(model, optimizer, numbers, scale=1):
 
 
 def same(found, wanted):
-    """Where two trees of states differ."""
+    """Returns where two trees of states differ."""
     if isinstance(wanted, dict):
         off = [] if list(found) == list(wanted) else [f"keys {list(found)} {list(wanted)}"]
         return off + [f"{k}.{x}" for k in wanted if k in found for x in same(found[k], wanted[k])]
@@ -69,7 +69,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @on_ranks(2)
-def test_a_whole_state_has_what_a_hook_of_the_state_dict_computed(change):
+def test_a_full_state_has_the_values_of_a_state_dict_hook(change):
     def hook(_module, state, prefix, _metadata):
         state[f"{prefix}weight"] = CHANGES[change](state[f"{prefix}weight"])
 
@@ -82,12 +82,12 @@ def test_a_whole_state_has_what_a_hook_of_the_state_dict_computed(change):
 
 @pytest.mark.parametrize(("transport", "from_rank0"), chequered(["shared", "c10d"], [False, True]))
 @on_ranks(2)
-def test_whole_states_are_those_of_one_process_out_and_in(transport, from_rank0):
+def test_saved_and_loaded_full_states_equal_one_process(transport, from_rank0):
     one = made(0)
     twin = copy.deepcopy(one)
     plain = groups(one)
     steps(one, plain, range(3))
-    # Out: what the unsharded run has.
+    # Saved: equal to the unsharded run.
     model = fs.shard(twin, wrap=("Linear",), transport=transport, poison=True)
     optimizer = groups(model)
     steps(model, optimizer, range(3))
@@ -100,7 +100,7 @@ def test_whole_states_are_those_of_one_process_out_and_in(transport, from_rank0)
         wrong += ["others"] if optimizer_state or state else []
     every = fs.full_optimizer_state_dict(model, optimizer, rank0_only=False)
     wrong += same(every, plain.state_dict())
-    # In: the unsharded run's, into another model and an optimizer that never stepped.
+    # Loaded: the unsharded run's states, into a new model and optimizer.
     first = dist.get_rank() == 0 or not from_rank0
     loaded = fs.shard(made(1), wrap=("Linear",), transport=transport, poison=True)
     resumed = groups(loaded)
@@ -230,7 +230,7 @@ def test_states_of_other_optimizers_and_of_older_versions_are_loaded():
             if kind is torch.optim.NAdam:
                 values["step"] = int(values["step"])  # as older versions of torch saved it
         fs.load_full_state(model, dict(plain.state_dict()), optimizer, states)
-        saved.load_state_dict(copy.deepcopy(states))  # which casts some, as torch does
+        saved.load_state_dict(copy.deepcopy(states))  # the load casts some, as torch does
         steps(plain, saved, range(2, 4))
         steps(model, optimizer, range(2, 4))
         wrong += same(fs.full_state_dict(model, rank0_only=False), dict(plain.state_dict()))

@@ -24,7 +24,7 @@ CASE = Case("gpu", width=256, layers=4, vocab=512, batch=2, seq=64, num_ranks=1)
 NUM_STEPS = 4
 MAX_NORM = 0.5
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Of the whole update: rounding in float32, and sums in another order (atomics) in bfloat16.
+# Relative to the whole update: float32 rounding, and a different order of sums in bfloat16.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
 SLACK_BYTES = 2**20  # counters and norms
 
@@ -101,7 +101,7 @@ def check_parity(dtype: str, strategy: str, **more: object) -> None:
 
 def check_memory(dtype: str, strategy: str) -> str:
     """Checks that a model allocates what the plan lists, no more in later steps, and frees it."""
-    _train_and_measure(dtype, strategy)  # the libraries have allocated their own memory
+    _train_and_measure(dtype, strategy)  # libraries have allocated their memory by now
     before = _allocated()
     now, planned, peaks = _train_and_measure(dtype, strategy)
     assert planned <= now - before <= planned + SLACK_BYTES, (now - before, planned)
@@ -130,7 +130,7 @@ def _train_and_measure(dtype: str, strategy: str) -> tuple[int, int, list[int]]:
         optimizer.step()
         optimizer.zero_grad()
         torch.cuda.synchronize()
-        if step >= 3:  # the order of units is learned, the optimizer has its states
+        if step >= 3:  # the order of units is learned, and the optimizer has its states
             peaks.append(torch.cuda.memory_stats()["requested_bytes.all.peak"])
     return _allocated(), engine_of(model).plan.peak_bytes["device"], peaks
 

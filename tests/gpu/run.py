@@ -140,7 +140,7 @@ def train_over(groups: Groups, several: Any, *, aside: bool, **settings: Any) ->
         aside: Train on another stream than the model was sharded on.
         settings: Keyword arguments of `fs.shard`.
     """
-    with groups.in_place(), sdpa_kernel(SDPBackend.MATH):  # whose gradients have the same bits
+    with groups.in_place(), sdpa_kernel(SDPBackend.MATH):  # deterministic gradients
         sizes = {} if "replicate" in settings else {"shard": 4}
         given = {**sizes, **settings, "transport": "fake", "wrap": ["Block"]}
         model = fs.shard(gpu_checks.build(), **given)
@@ -202,7 +202,7 @@ def forbid_synchronisation(*, by_owner: bool = False, **settings: Any) -> None:
             optimizer = fs.owned(model, partial(torch.optim.SGD, lr=1e-3))
         for at in range(5):
             inputs = gpu_checks.batch(at, 0)
-            # the order of units is learned in the first steps, and the optimizer is tried
+            # the first steps learn the order of units and probe the optimizer
             with without_synchronisation() if at >= 3 else nullcontext():
                 with fs.no_sync(model):
                     model(*inputs).backward()
@@ -426,10 +426,10 @@ def bench() -> str:
 def sanitize() -> None:
     """Check that compute-sanitizer finds no access out of bounds in one small step.
 
-    It patches every kernel. With NCCL, cuBLAS and a GPT it had not ended after 60 s on an H100. The
-    step therefore runs a few small kernels of torch, without backtraces of the host. No GPU has run
-    it yet, so its time is not known. Without torch's caching allocator, each tensor is a separate
-    allocation, so that the tool sees an access beyond any of them.
+    It patches every kernel. With NCCL, cuBLAS and a GPT it ran for more than 60 s on an H100. The
+    step therefore runs a few small kernels of torch, without backtraces of the host. No GPU has
+    run it yet, so its time is not known. Without torch's caching allocator, each tensor is a
+    separate allocation, so that the tool sees an access beyond any of them.
     """
     tool, under = shutil.which("compute-sanitizer"), ()
     if on_cuda():

@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory):
-    """An NCCL group of one rank, this process."""
+    """An NCCL group of one rank: this process."""
     store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=store, rank=0, world_size=1)
@@ -32,12 +32,12 @@ def one_rank(tmp_path_factory):
 @pytest.mark.parametrize("strategy", gpu_checks.STRATEGIES)
 @pytest.mark.parametrize("dtype", gpu_checks.DTYPES)
 @pytest.mark.parametrize("check", gpu_checks.CHECKS)
-def test_one_gpu_computes_holds_and_does_what_is_planned(one_rank, check, dtype, strategy):
+def test_one_gpu_has_the_planned_results_memory_and_events(one_rank, check, dtype, strategy):
     gpu_checks.CHECKS[check](dtype, strategy)
 
 
 @pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs two GPUs, torch sees {NUM_GPUS}")
-def test_two_gpus_compute_hold_and_do_what_is_planned(tmp_path, monkeypatch):
+def test_two_gpus_have_the_planned_results_memory_and_events(tmp_path, monkeypatch):
     paths = [str(HERE), str(HERE.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     logs = tmp_path / "logs"

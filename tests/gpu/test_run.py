@@ -23,7 +23,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)  # a minute on an idle machine
+@pytest.mark.timeout(600)  # takes a minute on an idle machine
 def test_all_steps_of_make_gpu_run_on_a_cpu_with_few_packages(tmp_path):
     out = tmp_path / "gpu.json"
     words = ("-c", WITHOUT, HERE / "run.py", "--device", "cpu", "--out", out)
@@ -48,7 +48,7 @@ def test_a_run_of_make_gpu_trains_on_a_cpu(tmp_path):
 
 
 @pytest.mark.long
-def test_without_a_gpu_make_gpu_fails_aloud():
+def test_without_a_gpu_make_gpu_fails_with_an_error():
     command = ("make", "-C", HERE.parents[1], "gpu", f"GPU_PYTHON={sys.executable}")
     done = finished(*command, code=2)
     assert "sees no GPU" in done.stderr

@@ -69,7 +69,7 @@ def main():
             accelerator.save_state(str(FOLDER / f"state-{MODE}"))
     AcceleratorState._reset_state()
     low = Accelerator(cpu=True, mixed_precision="bf16")
-    rows.append([low.prepare(Net())(x).dtype.itemsize])  # a loss outside of the model is float32
+    rows.append([low.prepare(Net())(x).dtype.itemsize])  # float32 outside of the model
     assert isinstance(accelerator.unwrap_model(model), Net)
     accelerator.save_model(model, str(FOLDER / f"model-{MODE}"))
     if accelerator.is_main_process:
@@ -80,7 +80,7 @@ def main():
 
 
 def ask_alone(accelerator, model):
-    """Writes what each rank is told if rank 0 alone asks for the state dict."""
+    """Writes each rank's result if only rank 0 asks for the state dict."""
     try:
         if accelerator.is_main_process:
             accelerator.get_state_dict(model)

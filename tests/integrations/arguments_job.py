@@ -1,8 +1,8 @@
 """TrainingArguments one by one: python arguments_job.py ddp|sharded FOLDER [NAME ...].
 
-Each case trains a small model for a few steps on the ranks that the script was started with, and
-writes FOLDER/MODE/NAME.json: the log, metrics, names of files and the error, if any. The weights
-lie in FOLDER/MODE/NAME/final. By hand, all cases, with PYTHONPATH=tests:
+Each case trains a small model for a few steps on the ranks that run the script, and writes
+FOLDER/MODE/NAME.json: the log, metrics, names of files and the error, if any. The weights are in
+FOLDER/MODE/NAME/final. To run all cases by hand, with PYTHONPATH=tests:
 
     fullshard launch --nproc-per-node 2 tests/integrations/arguments_job.py ddp FOLDER
     fullshard launch --nproc-per-node 2 tests/integrations/arguments_job.py sharded FOLDER
@@ -39,7 +39,7 @@ class Stop(transformers.EarlyStoppingCallback):
 
 
 class Seen(TrainerCallback):
-    """The names of the callbacks that were called, each once, in order."""
+    """Lists the callbacks that were called, each once, in order."""
 
     def __init__(self):
         self.names = []
@@ -51,7 +51,7 @@ class Seen(TrainerCallback):
 
 
 class Hub:
-    """Stands for the hub, which no test may call: what would be sent there, in order."""
+    """Replaces the hub, which tests must not call; records uploads in order."""
 
     def __init__(self):
         self.sent = []
@@ -66,7 +66,7 @@ class Hub:
             *OPTIMIZER_FILES,
             "checkpoint-",
             "rng_state_1",
-        )  # rank 0 waits for no other's file
+        )  # rank 0 does not wait for files of other ranks
         kept = [name for name in names if not name.startswith(unlike)]
         self.sent.append([repo_id, commit_message, revision, more.get("path_in_repo"), kept])
         done = concurrent.futures.Future()
@@ -87,7 +87,7 @@ def model(case):
 
 
 class Narrow(LlamaForCausalLM):
-    """Runs out of memory with more rows than two, as a device would."""
+    """Runs out of memory with more than two rows, as a device would."""
 
     def forward(self, input_ids=None, attention_mask=None, labels=None, **more):
         if self.training and len(input_ids) > 2:
@@ -96,7 +96,7 @@ class Narrow(LlamaForCausalLM):
 
 
 def rows(case):
-    """Ragged labels; 41 of them, so that the last batch is short."""
+    """Returns 41 rows with ragged labels, so that the last batch is short."""
     generator = torch.Generator().manual_seed(1)
     for at in range(41):
         tokens = torch.randint(3, 96, (16,), generator=generator).tolist()
@@ -209,7 +209,7 @@ def clean(row):
 
 
 def files_of(folder):
-    """Names in the folder of a run; those of the optimizer's state differ."""
+    """Returns file names of a run's folder; names of the optimizer's state differ."""
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     kept = [name for name in found if not any(part in name for part in OPTIMIZER_FILES)]
     return sorted(name for name in kept if "runs/" not in name and "events.out" not in name)
@@ -256,7 +256,7 @@ def main(mode, folder, names):
 
 
 def difference(one, other):
-    """The largest relative difference of two results of one structure; None: not alike."""
+    """Largest relative difference of two results; None if their structures differ."""
     if type(one) is not type(other):
         return None
     if isinstance(one, dict):
@@ -285,7 +285,7 @@ def weights_of(folder):
 
 
 def compare(folder, name):
-    """(verdict, largest difference of logs and metrics, of weights) of a case."""
+    """Returns (verdict, largest difference of logs and metrics, of weights) of a case."""
     theirs, ours = (
         json.loads((folder / mode / f"{slug(name)}.json").read_text())
         for mode in ("ddp", "sharded")

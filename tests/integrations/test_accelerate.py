@@ -1,4 +1,4 @@
-"""An Accelerate loop on two ranks computes what it computes there under Accelerate's DDP."""
+"""An Accelerate loop on two ranks gives the results of Accelerate's DDP."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_norms_rates_metrics_and_weights_are_those_of_ddp(runs):
         assert_close(value, saved[1][name], rtol=1e-9, atol=1e-12)
 
 
-def test_a_state_dict_that_rank_0_asks_for_alone_is_an_error_on_all(runs):
+def test_asking_for_a_state_dict_on_rank_0_only_is_an_error_on_all(runs):
     folder, _, _ = runs
     for rank in range(2):
         text = (folder / f"alone-{rank}").read_text()
@@ -53,7 +53,7 @@ def test_a_state_dict_that_rank_0_asks_for_alone_is_an_error_on_all(runs):
 @pytest.mark.parametrize(
     ("mode", "state"), [("sharded", "ddp"), ("sharded", "sharded"), ("ddp", "sharded")]
 )
-def test_a_state_that_either_saved_is_resumed_by_either(runs, mode, state):
+def test_each_engine_resumes_states_of_the_other(runs, mode, state):
     folder, theirs, _ = runs
     resumed = run(folder, mode, folder / f"state-{state}")
     same(resumed, theirs[len(theirs) - len(resumed) :])

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with our fully_shard computes what it computes with torch's."""
+"""Lightning's Trainer with our fully_shard gives the results of torch's."""
 
 import json
 import subprocess
@@ -39,7 +39,7 @@ def test_norms_losses_and_validation_are_those_of_torchs_fsdp2(runs, form):
 @pytest.mark.parametrize(
     ("mode", "saver"), [("sharded", "sharded"), ("sharded", "torch"), ("torch", "sharded")]
 )
-def test_a_checkpoint_of_either_is_resumed_by_either(runs, mode, saver, form):
+def test_each_engine_resumes_checkpoints_of_the_other(runs, mode, saver, form):
     folder, found = runs
     resumed = run(folder, mode, form, folder / f"{saver}-{form}" / "epoch=0.ckpt")
     assert resumed == pytest.approx(found["torch", form][-7:], rel=1e-12)

@@ -1,4 +1,4 @@
-"""examples/switch: scripts of other libraries, changed by the `.sed` files, compute the same."""
+"""examples/switch: scripts of other libraries, changed by the `.sed` files, give equal results."""
 
 import importlib.util
 import json
@@ -19,7 +19,7 @@ SWITCH = Path(__file__).parents[2] / "examples" / "switch"
 
 
 def changed(script, sed, folder):
-    """The script as the sed file leaves it; every rule of the file finds its line once."""
+    """Returns the script as changed by the sed file."""
     text = subprocess.run(
         ["sed", "-f", SWITCH / sed, script], capture_output=True, text=True, check=True
     ).stdout
@@ -72,12 +72,12 @@ def test_the_checkpoint_of_the_changed_loop_is_that_of_ddp(tmp_path):
     torch.testing.assert_close(moments[1], moments[0], rtol=1e-4, atol=1e-6)
 
 
-# ---- TRL's own scripts, out of the installed package
+# ---- TRL's scripts from the installed package
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """A model with a tokenizer, and rows for each script."""
+    """Creates a model with a tokenizer, and rows for each script."""
     folder = tmp_path_factory.mktemp("inputs")
     torch.manual_seed(0)
     LlamaForCausalLM(llama_config(128)).save_pretrained(folder / "model")
@@ -108,8 +108,8 @@ def test_a_changed_script_of_trl_logs_what_the_original_logs(kind, inputs, tmp_p
     words += ["--use_cpu", "--bf16", "False", "--max_steps", "3", "--logging_steps", "1"]
     words += ["--per_device_train_batch_size", "4", "--learning_rate", "1e-2"]
     words += ["--report_to", "none", "--seed", "3", "--dataloader_pin_memory", "False"]
-    # torch's DDP joins gloo's thread with the GIL held when it goes (pytorch/pytorch#56297). That
-    # thread may still need the GIL for the last gather, so the original waits before it ends.
+    # torch's DDP joins gloo's thread with the GIL held when it is deleted (pytorch/pytorch#56297).
+    # That thread may need the GIL for the last gather, so the original script waits before it ends.
     original = tmp_path / script.name
     text, end = script.read_text(), "trainer.end()\n"
     assert text.count(end) == 1

@@ -1,4 +1,4 @@
-"""torchtitan's trainer on our fully_shard computes what it computes on torch's."""
+"""torchtitan's trainer with our fully_shard gives the results of torch's."""
 
 import json
 import os
@@ -34,13 +34,13 @@ NEEDED = {
     "0.3.0": ("torchtitan==0.3.0", "torch_checkpointing", "spmd_types==0.2.3", "einops"),
 }
 CHANGED = {"0.2.2": "models/llama3/infra/parallelize.py", "0.3.0": "distributed/fsdp.py"}
-# torch's own `fully_shard` takes the parameters of 0.3's default from 2.14 on.
+# torch's `fully_shard` accepts the default parameters of 0.3 only from 2.14 on.
 OLDER = Version(torch.__version__) < Version("2.14")
 REFERENCE = {"0.2.2": [], "0.3.0": ["--parallelism.spmd_backend", "partial_dtensor"] * OLDER}
 
 
 class Runs:
-    """Runs of the trainer, each in a folder of its own."""
+    """Runs of the trainer, each in its own folder."""
 
     def __init__(self, folder, version):
         self.folder, self.version = folder, version
@@ -56,7 +56,7 @@ class Runs:
         self.write_inputs()
 
     def write_inputs(self):
-        """A tokenizer, text and a seed checkpoint: on CPUs torch draws other weights per rank."""
+        """Writes a tokenizer, text and a seed checkpoint, because weights drawn by ranks differ."""
         from tokenizers import Tokenizer, models, pre_tokenizers
 
         assets = self.folder / "assets"
@@ -73,7 +73,7 @@ class Runs:
         self.run("torch", "seed", "--checkpoint.create_seed_checkpoint", ranks=1)
 
     def run(self, side, name, *options, start=None, ranks=2):
-        """Trains 20 steps, or goes on from a checkpoint; returns rows by step."""
+        """Trains 20 steps, or resumes from a checkpoint; returns rows by step."""
         run = self.folder / name
         if start is not None:
             shutil.copytree(start, run / "checkpoint" / start.name)
@@ -137,7 +137,7 @@ def test_checkpoints_contain_the_same_tensors(runs, tmp_path):
 @pytest.mark.parametrize(
     ("side", "saver"), [("sharded", "sharded"), ("sharded", "torch"), ("torch", "sharded")]
 )
-def test_a_checkpoint_of_either_is_resumed_by_either(runs, side, saver):
+def test_each_engine_resumes_checkpoints_of_the_other(runs, side, saver):
     start = runs.folder / saver / "checkpoint" / "step-10"
     found = runs.run(side, f"{side}-of-{saver}", start=start)
     assert [*found] == [*range(11, 21)]

@@ -24,12 +24,12 @@ IN_16_BITS = ("bf16", "fp16")
 
 
 def table():
-    """Results by argument: `optim` has a row for each of its values."""
+    """Results by argument; each value of `optim` has a separate row."""
     rows = re.findall(r"^\| (`[^|]+) \| ([^|]+) \|", PAGE.read_text(), re.MULTILINE)
     return {name: result for names, result in rows for name in re.findall(r"`([^`]+)`", names)}
 
 
-def test_every_argument_stands_in_the_table():
+def test_every_argument_is_in_the_table():
     found = table()
     fields = [f.name for f in dataclasses.fields(Seq2SeqTrainingArguments)]
     fields.remove("optim")

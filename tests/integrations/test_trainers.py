@@ -1,4 +1,4 @@
-"""transformers' Trainer and TRL's SFTTrainer on two ranks do what they do on one without us."""
+"""transformers' Trainer and TRL's SFTTrainer on two ranks equal one process without fullshard."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from fullshard.integrations.accelerator import ShardedAccelerator, sharding_in, 
 from support import forked
 from support.processes import python
 
-pytestmark = pytest.mark.timeout(300)  # two runs before the first test, each with its own limit
+pytestmark = pytest.mark.timeout(300)  # the first test includes two runs, each with its own limit
 
 SCRIPT = Path(__file__).with_name("trainer_job.py")
 ACCELERATE = """\
@@ -36,7 +36,7 @@ fsdp_config:
 
 
 def run(folder, *words):
-    """In a process of its own: a trainer's state is the process's."""
+    """Runs in a separate process, because a trainer's state is per process."""
     folder.mkdir()
     python(*words, folder, run=forked.run, env=os.environ)
     return json.loads((folder / "results.json").read_text())
@@ -44,7 +44,7 @@ def run(folder, *words):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Results of one process as the libraries ship, and of two ranks."""
+    """Results of one process with the original libraries, and of two ranks."""
     folder = tmp_path_factory.mktemp("trainers")
     (folder / "fsdp.yaml").write_text(ACCELERATE)
     plain = run(folder / "plain", SCRIPT, "plain")
@@ -68,16 +68,15 @@ def test_losses_norms_and_evaluation_are_those_of_one_process(runs):
     assert sharded["trainer"]["parameters"] == plain["trainer"]["parameters"]
 
 
+def assert_same_file(folder, name, tolerance):
+    ours, theirs = (load_file(folder / who / name) for who in ("sharded", "plain"))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+
+
 @pytest.mark.long
 def test_the_saved_folder_has_the_weights_of_one_process(runs):
     folder, _, _ = runs
-    ours, theirs = (
-        load_file(folder / who / "trainer" / "final" / "model.safetensors")
-        for who in ("sharded", "plain")
-    )
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        torch.testing.assert_close(value, theirs[name], rtol=0, atol=1e-12)
+    assert_same_file(folder, "trainer/final/model.safetensors", 1e-12)
     AutoModelForCausalLM.from_pretrained(folder / "sharded" / "trainer" / "final")
 
 
@@ -94,7 +93,7 @@ def test_a_checkpoint_of_the_plain_trainer_is_resumed_with_optimizer_and_schedul
 
 
 @pytest.mark.long
-def test_old_checkpoints_go_and_ours_lies_beside_the_folder(runs):
+def test_old_checkpoints_are_removed_and_ours_is_in_the_folder(runs):
     folder, _, _ = runs
     saved = sorted(path.name for path in (folder / "sharded" / "trainer").glob("checkpoint-*"))
     assert saved == ["checkpoint-3", "checkpoint-6"]
@@ -107,14 +106,8 @@ def test_old_checkpoints_go_and_ours_lies_beside_the_folder(runs):
 def test_an_adapter_trains_as_in_one_process_and_is_saved_alone(runs):
     folder, plain, sharded = runs
     assert_same(sharded["sft"]["history"], plain["sft"]["history"], 1e-4)
-    assert sharded["sft"]["strategy"] == "shard_grad_op"  # of the file that the launcher got
-    ours, theirs = (
-        load_file(folder / who / "sft" / "final" / "adapter_model.safetensors")
-        for who in ("sharded", "plain")
-    )
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        torch.testing.assert_close(value, theirs[name], rtol=0, atol=1e-4)
+    assert sharded["sft"]["strategy"] == "shard_grad_op"  # a value of the launcher's file
+    assert_same_file(folder, "sft/final/adapter_model.safetensors", 1e-4)
     assert not (folder / "sharded" / "sft" / "final" / "model.safetensors").exists()
 
 
@@ -122,7 +115,7 @@ def arguments(tmp_path, **more):
     return TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **more)
 
 
-def test_the_arguments_of_a_trainer_say_how_to_shard(tmp_path):
+def test_the_arguments_of_a_trainer_configure_sharding(tmp_path):
     assert sharding_of(arguments(tmp_path)).strategy is Strategy.FULL_SHARD
     found = sharding_of(
         arguments(
@@ -157,7 +150,7 @@ def launched_with(monkeypatch, tmp_path):
     return launched_with
 
 
-def test_a_precision_that_the_script_gives_replaces_that_of_the_file(launched_with):
+def test_a_precision_of_the_script_overrides_the_file(launched_with):
     launched_with("distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config: {}\n")
     assert sharding_in("no").param_dtype is None
     assert sharding_in("fp16").param_dtype is DType.FLOAT16
@@ -173,7 +166,7 @@ def test_accumulation_that_differs_from_the_file_is_an_error(launched_with, tmp_
 
 
 @pytest.mark.parametrize("plugin", ["", "ACCELERATE_USE_FSDP"])
-def test_an_accelerator_whose_ranks_would_train_alone_or_shard_is_refused(
+def test_an_accelerator_with_separate_or_sharded_ranks_is_refused(
     launched_with, monkeypatch, plugin
 ):
     launched_with("distributed_type: FSDP\nfsdp_config: {}\n")

@@ -1,4 +1,4 @@
-"""TRL's trainers on two ranks compute what they compute there under their own DDP."""
+"""TRL's trainers on two ranks give the results of their own DDP."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ NAMES = [
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Losses, norms and metrics by trainer, of DDP and of ours."""
+    """Losses, norms and metrics by trainer, with DDP and with ours."""
     folder = tmp_path_factory.mktemp("trl")
     found = []
     for mode in ("ddp", "sharded"):
@@ -29,7 +29,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_trainer_computes_what_it_computes_under_ddp(runs, name):
+def test_a_trainer_gives_the_results_of_ddp(runs, name):
     theirs, ours = (run[name] for run in runs)
     assert len(ours) == len(theirs) == 2
     for mine, wanted in zip(ours, theirs, strict=True):

@@ -1,7 +1,7 @@
 """torchtitan's trainer on CPU ranks: python torchtitan_job.py RESULT [torchtitan's options].
 
-torchtitan itself does not start on torch's CPU build, so what it asks of the device is replaced
-from outside. [step, loss, largest loss, gradient norm] of each step go to RESULT, a file.
+torchtitan does not start on torch's CPU build, so its calls of the device are replaced. It writes
+[step, loss, largest loss, gradient norm] of each step to the file RESULT.
 """
 
 import json
@@ -23,7 +23,7 @@ CPU: Any = types.SimpleNamespace(
 
 
 def on_cpu() -> None:
-    """What a CPU and gloo lack; before torchtitan is imported."""
+    """Adds what a CPU and gloo lack, before torchtitan is imported."""
     torch._utils._get_available_device_type = lambda: "cpu"
     torch._utils._get_device_module = lambda _: CPU
     from torchtitan.distributed import utils

@@ -1,6 +1,6 @@
-"""What a user's script does with a trainer: `python trainer_job.py plain|sharded FOLDER`.
+"""A user's script with a trainer: `python trainer_job.py plain|sharded FOLDER`.
 
-Its results go to FOLDER/results.json.
+It writes its results to FOLDER/results.json.
 """
 
 import json
@@ -38,7 +38,7 @@ def model(dtype=torch.float64):
 
 
 def settings(kind, name, **more):
-    """A global batch of 16 in two micro-batches, whatever the ranks."""
+    """A global batch of 16 in two micro-batches, for any number of ranks."""
     return kind(
         output_dir=str(FOLDER / name), use_cpu=True, dataloader_pin_memory=False,
         per_device_train_batch_size=8 // NUM_RANKS, per_device_eval_batch_size=8 // NUM_RANKS,

@@ -1,4 +1,4 @@
-"""TRL's trainers, tied and untied, with LoRA and without: python trl_job.py ddp|sharded FOLDER."""
+"""TRL's trainers, tied and untied, with and without LoRA: python trl_job.py ddp|sharded FOLDER."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from trl.experimental.gkd import GKDConfig, GKDTrainer
 from support.trainers import llama_config, word_tokenizer
 
 MODE, FOLDER = sys.argv[1], Path(sys.argv[2])
-NUM_WORDS = 600  # so many that an untied head is larger than a block
+NUM_WORDS = 600  # large enough that an untied head is larger than a block
 SEEN = ("loss", "grad_norm", "entropy", "rewards/margins", "reward", "kl")
 
 
@@ -60,7 +60,7 @@ def rows(kind):
 
 
 def reward(completions, **_):
-    """Ragged: it differs between the answers to one prompt."""
+    """A reward that differs between the answers to one prompt."""
     return [float(sum(int(word[1:]) % 7 for word in said.split() if word[1:].isdigit()))
             for said in completions]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The files of examples/cluster, with the variables that the schedulers set, on this machine."""
+"""The files of examples/cluster run here with the variables that the schedulers set."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from support.processes import free_port, wait_until
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples" / "cluster"
 SMALL = ["model.config.num_hidden_layers=1", "model.config.vocab_size=512", "save_steps=1000000"]
-# `srun`: two tasks with the variables that srun of SLURM 22.05 set; the highest exit code.
+# `srun`: two tasks with the variables of SLURM 22.05; returns the highest exit code.
 SRUN = """
 import os, subprocess, sys
 step = {"SLURM_JOB_ID": "3", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
@@ -39,9 +39,7 @@ def record(run):
 
 
 @pytest.mark.long
-def test_the_slurm_script_saves_on_its_signal_returns_to_the_queue_and_resumes(
-    tmp_path, monkeypatch
-):
+def test_the_slurm_script_saves_on_a_signal_requeues_and_resumes(tmp_path, monkeypatch):
     commands = {
         "srun": f'exec {sys.executable} {tmp_path}/srun.py "$@"',
         "scontrol": 'if [ "$1" = show ]; then echo localhost; else echo "$@" >> requeued; fi',
@@ -76,7 +74,7 @@ def test_the_slurm_script_saves_on_its_signal_returns_to_the_queue_and_resumes(
 
 
 def pod_of(name):
-    """The container of a manifest's pods, and its command on this machine."""
+    """Returns the container of a manifest's pods, and its command for this machine."""
     manifest = yaml.safe_load((CLUSTER / name).read_text())
     spec = manifest["spec"]
     if manifest["kind"] == "JobSet":
@@ -90,7 +88,7 @@ def pod_of(name):
 
 
 def run_pods(command, variables, folder):
-    """Runs a command as two pods would; returns the exit codes."""
+    """Runs a command as two pods; returns the exit codes."""
     programs = {"fullshard": ["-m", "fullshard"], "torchrun": ["-m", "torch.distributed.run"]}
     processes = []
     for index in range(2):
@@ -109,7 +107,7 @@ def run_pods(command, variables, folder):
 
 
 @pytest.mark.long
-def test_the_pods_of_the_job_set_meet_and_train(tmp_path):
+def test_the_pods_of_the_job_set_connect_and_train(tmp_path):
     manifest, command = pod_of("jobset.yaml")
     (job,) = manifest["spec"]["replicatedJobs"]
     first = f"{manifest['metadata']['name']}-{job['name']}-0-0.{manifest['metadata']['name']}"
@@ -124,11 +122,11 @@ def test_the_pods_of_the_job_set_meet_and_train(tmp_path):
 
 
 @pytest.mark.long
-def test_the_pods_of_the_training_operator_meet_and_train(tmp_path):
+def test_the_pods_of_the_training_operator_connect_and_train(tmp_path):
     manifest, command = pod_of("pytorchjob.yaml")
     port, replicas = str(free_port()), manifest["spec"]["pytorchReplicaSpecs"].values()
     nodes = sum(replica["replicas"] for replica in replicas)
-    variables = {  # as the training operator sets them
+    variables = {  # variables that the training operator sets
         **{"RANK": "{index}", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port},
         **{"PET_NODE_RANK": "{index}", "PET_NNODES": str(nodes), "PET_NPROC_PER_NODE": "1"},
         **{"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": port},

@@ -1,4 +1,4 @@
-"""`fullshard doctor`: real ranks talk, what is broken is named with the way out, nothing leaks."""
+"""`fullshard doctor` tests real ranks, names faults with their remedy, and leaves no files."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def doctor(tmp_path, *words, **variables):
     )
 
 
-def test_ranks_talk_and_are_measured(tmp_path):
+def test_communication_of_ranks_is_tested_and_measured(tmp_path):
     done = doctor(tmp_path, "--json", HF_TOKEN="secret", MASTER_ADDR="node-17.example")
     found = json.loads(done.stdout)
     assert (done.returncode, found["broken"]) == (0, False), done.stderr
@@ -45,7 +45,7 @@ def test_ranks_talk_and_are_measured(tmp_path):
     assert "secret" not in done.stdout + done.stderr
     assert "node-17" not in done.stdout + done.stderr
     assert found["report"] in done.stderr  # with --json the text goes to standard error
-    assert list(tmp_path.iterdir()) == []  # the disk was tried, and nothing is left
+    assert list(tmp_path.iterdir()) == []  # the disk was tested, and no file is left
 
 
 @pytest.mark.long
@@ -62,20 +62,20 @@ def test_the_memory_is_that_of_the_container(tmp_path):
 
 @pytest.fixture
 def findings(monkeypatch):
-    """`findings(what, folder)`: what is found about a subject; no ranks are started."""
+    """`findings(what, folder)` returns the findings about a subject without starting ranks."""
     names = ("backend", "transport", "fetch_gb_per_s", "reduce_gb_per_s", "latency_ms")
     ended = None, LaunchResult(0), [dict.fromkeys(names, 1.0)]
     monkeypatch.setattr(doctors, "call_on_ranks", lambda *_: ended)
     return lambda what, folder: [one for one in examine(folder).findings if one.what == what]
 
 
-def test_a_folder_that_was_there_stays(findings, tmp_path):
+def test_an_existing_folder_is_not_removed(findings, tmp_path):
     for out in (tmp_path, tmp_path / "runs"):
         assert all(one.health is Health.OK for one in findings("disk", out))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_broken_is_named_and_the_exit_code_says_so(tmp_path):
+def test_faults_are_named_and_set_the_exit_code(tmp_path):
     done = doctor(
         tmp_path, GLOO_SOCKET_IFNAME="nope0", CUDA_LAUNCH_BLOCKING="1", OMP_NUM_THREADS="9999"
     )
@@ -83,11 +83,11 @@ def test_what_is_broken_is_named_and_the_exit_code_says_so(tmp_path):
     assert "BROKEN  variables: GLOO_SOCKET_IFNAME=nope0, which is no interface here" in done.stdout
     assert "warn    variables: CUDA_LAUNCH_BLOCKING=1: every kernel waits" in done.stdout
     assert "warn    variables: OMP_NUM_THREADS=9999 on" in done.stdout
-    assert "BROKEN  ranks: " in done.stdout  # the ranks met what the variable does
+    assert "BROKEN  ranks: " in done.stdout  # the ranks ran into the effect of the variable
     assert str(ROOT) not in done.stdout.split("For a bug report:")[1]
 
 
-def test_a_folder_that_cannot_be_written_is_broken(tmp_path):
+def test_an_unwritable_folder_is_a_fault(tmp_path):
     (tmp_path / "file").touch()
     done = doctor(tmp_path, "--out", "file/runs", "--nproc-per-node", "1")
     assert done.returncode == 1
@@ -119,5 +119,5 @@ def test_the_block_for_a_bug_report_names_no_host_and_no_home():
 
 
 @pytest.mark.parametrize("text", ["", "nothing to hide"])
-def test_what_names_nobody_stays(text):
+def test_text_without_names_is_not_masked(text):
     assert anonymous(text) == text

@@ -1,4 +1,4 @@
-"""Machines that come and go under torchrun: two agents on one machine."""
+"""Machines that join and leave under torchrun: two agents on one machine."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ training: {{output_dir: {output}, max_steps: {steps}, per_device_train_batch_siz
 
 
 def written(folder, name):
-    """A configuration; its run goes into the folder of its name."""
+    """Writes a configuration; its run uses the folder of its name."""
     text = folder / "text.txt"
     if not text.exists():
         text.write_text(seeded_text(2_000))
@@ -37,7 +37,7 @@ def written(folder, name):
 
 
 def agent(job, port, log, *, machines="1:2"):
-    """torchrun on one "machine"."""
+    """Starts torchrun for one "machine"."""
     elastic = [f"--nnodes={machines}", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-id=a"]
     meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
     command = [sys.executable, "-m", "torch.distributed.run", *elastic, *meeting, *job]
@@ -46,14 +46,14 @@ def agent(job, port, log, *, machines="1:2"):
 
 
 def kill_machine(process):
-    """An agent and its ranks, which are in sessions of their own, end at once."""
+    """Kills an agent and its ranks, which are in separate sessions, at once."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for one in [*psutil.Process(process.pid).children(recursive=True), process]:
             one.kill()
     process.wait()
 
 
-def test_a_machine_joins_and_is_lost_and_the_run_goes_on(tmp_path, monkeypatch):
+def test_a_run_continues_when_a_machine_joins_and_when_it_is_lost(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     port = free_port()
     calm, changing = written(tmp_path, "calm"), written(tmp_path, "changing")
@@ -84,8 +84,8 @@ def test_a_machine_joins_and_is_lost_and_the_run_goes_on(tmp_path, monkeypatch):
     assert losses(run) == pytest.approx(losses(tmp_path / "calm"), rel=1e-4)
 
 
-def test_both_machines_start_again_after_a_rank_of_either_is_killed(tmp_path):
-    """Their agents share one store, and count restarts apart."""
+def test_both_machines_restart_after_a_rank_of_either_is_killed(tmp_path):
+    """Their agents share one store, and count restarts separately."""
     job, port = ["-m", "support.launch_job", "meet_again", str(tmp_path)], free_port()
     logs = [tmp_path / "first.log", tmp_path / "second.log"]
     agents = [agent(job, port, log, machines="2") for log in logs]

@@ -1,4 +1,4 @@
-"""`fullshard launch`: scripts that know nothing of fullshard meet, end together, start again."""
+"""`fullshard launch`: unmodified scripts connect, end together and restart."""
 
 import contextlib
 import json
@@ -54,7 +54,7 @@ dist.barrier()
 
 @pytest.fixture
 def launch(tmp_path, monkeypatch):
-    """`launch(text, *words)` writes a script and runs `fullshard launch`; returns the process."""
+    """`launch(text, *words)` writes a script, runs `fullshard launch`, and returns the process."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
 
@@ -93,7 +93,7 @@ dist.destroy_process_group()
     ],
     ids=["plain", "sharded", "ddp"],
 )
-def test_a_script_that_shards_nothing_is_told(launch, tmp_path, text, file, says):
+def test_a_script_that_shards_nothing_gets_a_warning(launch, tmp_path, text, file, says):
     (tmp_path / "fsdp.yaml").write_text(file)
     process = launch(text, "--config_file", "fsdp.yaml")
     out, err = process.communicate(timeout=60)
@@ -102,12 +102,12 @@ def test_a_script_that_shards_nothing_is_told(launch, tmp_path, text, file, says
     assert (wanted in out + err) == says, out + err
 
 
-def test_a_plain_script_meets_with_its_own_arguments(launch, tmp_path):
+def test_a_plain_script_connects_and_gets_its_arguments(launch, tmp_path):
     process = launch(MEETS, "--json", arguments=["--json", "x"])
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert json.loads(out)["num_processes"] == 2
-    assert err == "sum 3.0 --json x of local rank 0\n"  # with --json, and of rank 0 alone
+    assert err == "sum 3.0 --json x of local rank 0\n"  # with --json, and only of rank 0
     log = tmp_path / "runs" / "launch" / "logs" / "rank_1.log"
     assert log.read_text() == "sum 3.0 --json x of local rank 1\n"
 
@@ -122,7 +122,7 @@ while not Path("go").exists():
 """
 
 
-def test_two_launches_at_a_time_write_into_logs_of_their_own(launch, tmp_path):
+def test_simultaneous_launches_write_separate_logs(launch, tmp_path):
     first = launch(WAITS)
     wait_until(lambda: all((tmp_path / n).exists() for n in "01"), 60, "both ranks have started")
     out, err = launch("print('second')", "--json").communicate(timeout=60)
@@ -143,7 +143,7 @@ print(watchdog.current().hang_file)
 """
 
 
-def test_the_log_of_a_live_run_is_left_alone(launch, tmp_path):
+def test_the_log_of_a_live_run_is_not_changed(launch, tmp_path):
     log = tmp_path / "run" / "logs" / "rank_0.log"
     log.parent.mkdir(parents=True)
     log.write_text("step 1\n")
@@ -158,7 +158,7 @@ def test_the_log_of_a_live_run_is_left_alone(launch, tmp_path):
 
 
 def on_two_machines(launch, program, address, *words):
-    """The exit code and the errors of the launchers of both machines."""
+    """Returns exit codes and errors of the launchers of both machines."""
     place = ["--nnodes", "2", "--master-addr", address, "--master-port", str(free_port()), *words]
     nodes = [
         launch(program, *place, "--node-rank", str(node), "--log-dir", f"logs_{node}")
@@ -168,7 +168,7 @@ def on_two_machines(launch, program, address, *words):
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", pytest.param("::1", marks=pytest.mark.long)])
-def test_launchers_of_two_machines_meet(launch, tmp_path, address):
+def test_launchers_of_two_machines_connect(launch, tmp_path, address):
     if ":" in address and not Path("/proc/net/if_inet6").read_text():
         pytest.skip("needs a machine with IPv6")
     for err, code in on_two_machines(launch, MEETS, address):
@@ -204,7 +204,7 @@ machine_rank: {node}
 """
 
 
-def test_a_file_of_accelerates_says_which_machine_this_is(launch, tmp_path):
+def test_a_file_of_accelerate_sets_the_rank_of_the_machine(launch, tmp_path):
     port = free_port()
     nodes = []
     for node in (1, 0):
@@ -229,7 +229,7 @@ def test_a_file_of_accelerates_says_which_machine_this_is(launch, tmp_path):
         (["--nnodes", "1", "--node-rank", "0"], "ranks 0 to 15 of 16"),
     ],
 )
-def test_flags_replace_what_the_file_says_of_machines(words, said, tmp_path, capfd):
+def test_flags_override_the_machines_of_the_file(words, said, tmp_path, capfd):
     file = tmp_path / "machines.yaml"
     text = ACCELERATE.replace("num_processes: 2", "num_processes: 16")
     file.write_text(text.format(port=29500, node=1))
@@ -246,7 +246,7 @@ def test_a_file_of_two_machines_without_an_address_is_refused(tmp_path, capfd):
     assert "main_process_ip, main_process_port" in capfd.readouterr().err
 
 
-def test_all_ranks_start_again_after_a_failure_as_often_as_is_allowed(launch, tmp_path):
+def test_all_ranks_restart_after_a_failure_up_to_the_limit(launch, tmp_path):
     process = launch(FAILS_ONCE, "--max-restarts", "1", arguments=[str(tmp_path / "done")])
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
@@ -310,8 +310,8 @@ def test_a_mistaken_launch_is_one_error(words, message, capfd):
     assert message in capfd.readouterr().err
 
 
-def test_a_launch_that_is_stopped_does_not_start_again(monkeypatch, tmp_path):
-    """Scripts often end with 143 on SIGTERM, which is a failure like any other."""
+def test_a_stopped_launch_does_not_restart(monkeypatch, tmp_path):
+    """Scripts often end with 143 on SIGTERM, which looks like any other failure."""
     attempts = []
 
     def launched(order):
@@ -327,9 +327,7 @@ def test_a_launch_that_is_stopped_does_not_start_again(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("code", [75, 130])
-def test_a_launch_that_is_stopped_on_another_machine_does_not_start_again(
-    code, monkeypatch, tmp_path
-):
+def test_a_launch_stopped_on_another_machine_does_not_restart(code, monkeypatch, tmp_path):
     ends = [LaunchResult(code, LaunchResult(code).for_others(1, 1))]  # a second: IndexError
     monkeypatch.setattr("fullshard.launch.spawn.launch_local_ranks", lambda order: ends.pop())
     words = ["--max-restarts", "2", "--log-dir", str(tmp_path), "-m", "x"]
@@ -338,7 +336,7 @@ def test_a_launch_that_is_stopped_on_another_machine_does_not_start_again(
 
 @pytest.mark.slow
 def test_the_main_job_runs_under_two_agents_of_torchrun(tmp_path, monkeypatch):
-    """Two "nodes" on one machine; a warning of the run is said once, not by every rank."""
+    """Two "nodes" on one machine; a warning is printed once, not by every rank."""
     port = free_port()
     output = tmp_path / "run"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
@@ -357,7 +355,7 @@ def test_the_main_job_runs_under_two_agents_of_torchrun(tmp_path, monkeypatch):
     assert [agent.returncode for agent in agents] == [0, 0], said
     record = json.loads((output / "run.json").read_text())
     assert (record["status"], record["planned"]["world_size"]) == ("finished", 4)
-    # Only a slow machine prepares for longer than the ten seconds after which the others say so.
+    # Other ranks report the wait after ten seconds, which only a slow machine exceeds.
     waits = re.compile(r"(waiting \d+0 s for rank 0, which prepares: .+\n)*")
     assert said[1][0] == "", "the second node's ranks print nothing"
     assert waits.fullmatch(said[1][1]), said[1][1]
@@ -365,14 +363,14 @@ def test_the_main_job_runs_under_two_agents_of_torchrun(tmp_path, monkeypatch):
     assert len(warnings) == len(set(warnings))
 
 
-ENDS = {  # (what ends the main job): exit code, status, what is said
+ENDS = {  # how the main job ends: exit code, status, message
     ("SIGINT", None): (130, "interrupted", "Interrupted"),
     ("SIGTERM", None): (
         75,
         "interrupted",
         r"Stopped\. The last saved step is \d+, in .*step-\d+\. The same command",
     ),
-    # The other rank writes first that it lost a peer; the launcher knows better.
+    # The other rank first reports a lost peer; the launcher knows the cause.
     ("SIGKILL", 1): (
         5,
         "failed",
@@ -382,27 +380,36 @@ ENDS = {  # (what ends the main job): exit code, status, what is said
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "rank"), ENDS)
-def test_a_run_records_how_it_was_ended(name, rank, tmp_path):
-    output = tmp_path / "run"
-    words = [f"output_dir={output}", "max_steps=100000", "num_processes=2"]
-    if name == "SIGSTOP":  # a rank that has ended is seen at once
-        words.append("launch.timeout=5")
+def ended_by(act, output, *more):
+    """Runs the main job until `act` ends it; returns its exit code, errors and record."""
+    words = [f"output_dir={output}", "max_steps=100000", "num_processes=2", *more]
     command = [sys.executable, "-m", "fullshard", "train", *words]
     metrics = output / "metrics.jsonl"
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, 100, "a first step")
-            ranks = sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)
-            whom = process if rank is None else ranks[rank]
-            whom.send_signal(getattr(signal, name))
+            act(process)
             _, err = process.communicate(timeout=60)
         finally:
             process.kill()
     record = json.loads((output / "run.json").read_text())
+    assert process.returncode == record["exit_code"], err
+    return process.returncode, err, record
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "rank"), ENDS)
+def test_a_run_records_how_it_was_ended(name, rank, tmp_path):
+    def end(process):
+        ranks = sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)
+        whom = process if rank is None else ranks[rank]
+        whom.send_signal(getattr(signal, name))
+
+    output = tmp_path / "run"
+    more = ["launch.timeout=5"] * (name == "SIGSTOP")  # an ended rank is noticed at once
+    exit_code, err, record = ended_by(end, output, *more)
     code, status, said = ENDS[name, rank]
-    assert (process.returncode, record["exit_code"], record["status"]) == (code, code, status)
+    assert (exit_code, record["status"]) == (code, status)
     assert re.search(said, err)
     if rank is not None:
         assert (record["error"]["type"], record["error"]["rank"]) == ("HangError", rank)
@@ -412,23 +419,14 @@ def test_a_run_records_how_it_was_ended(name, rank, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGQUIT", 75)])
-def test_a_signal_that_comes_again_and_again_ends_a_run_like_one(name, code, tmp_path):
-    output = tmp_path / "run"
-    words = [f"output_dir={output}", "max_steps=100000", "num_processes=2"]
-    command = [sys.executable, "-m", "fullshard", "train", *words]
-    metrics = output / "metrics.jsonl"
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, 100, "a first step")
-            while process.poll() is None:
-                process.send_signal(getattr(signal, name))
-                time.sleep(0.005)
-            _, err = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    record = json.loads((output / "run.json").read_text())
-    assert (process.returncode, record["exit_code"]) == (code, code), err
-    assert record["status"] == "interrupted"
+def test_repeated_signals_end_a_run_like_one_signal(name, code, tmp_path):
+    def repeat(process):
+        while process.poll() is None:
+            process.send_signal(getattr(signal, name))
+            time.sleep(0.005)
+
+    exit_code, err, record = ended_by(repeat, tmp_path / "run")
+    assert (exit_code, record["status"]) == (code, "interrupted")
     assert "Traceback" not in err
     assert re.search(r"(Interrupted|Stopped)\. (No|The last) (saved )?step", err), err
 
@@ -451,4 +449,4 @@ print(*(os.environ[f"ACCELERATE_{name}"] for name in
     assert "dynamo_backend: lost: the model runs without torch.compile" in out
     file.write_text("training: {bf16: true, gradient_checkpointing: true}\n")
     out, _ = launch("", "--config_file", str(file), "--dry-run").communicate()
-    assert "no effect" not in out  # they set keys of sharding, which scripts receive
+    assert "no effect" not in out  # these set keys of sharding, which scripts receive

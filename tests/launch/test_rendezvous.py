@@ -1,4 +1,4 @@
-"""Ranks that others launched meet too; a process that nobody launched has no group."""
+"""Ranks of other launchers connect too; a process without a launcher has no group."""
 
 import os
 import re
@@ -38,7 +38,7 @@ def _launched_by_nobody(monkeypatch):
 
 @pytest.fixture
 def torchrun(monkeypatch):
-    """`torchrun(rank=1)` sets what torchrun does for this rank of some on other machines."""
+    """`torchrun(rank=1)` sets torchrun's variables for a rank of several on other machines."""
 
     def set_variables(*, rank=0, size=1, port=29500, address="127.0.0.1", **more):
         place = {"MASTER_ADDR": address, "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "x"}
@@ -51,7 +51,7 @@ def torchrun(monkeypatch):
 
 @pytest.fixture
 def srun(monkeypatch):
-    """`srun(tasks)` sets what srun does for the first of these tasks, all on one machine."""
+    """`srun(tasks)` sets srun's variables for the first of these tasks, all on one machine."""
 
     def set_variables(tasks, **more):
         ids = {"STEP_ID": 0, "PROCID": 0, "LOCALID": 0}
@@ -63,14 +63,14 @@ def srun(monkeypatch):
 
 
 def meeting(tmp_path, *variables):
-    """Ranks with these variables meet."""
+    """Connects ranks with these variables."""
     command = [sys.executable, "-m", "support.launch_job", "meet", str(tmp_path)]
     processes = [subprocess.Popen(command, env={**os.environ, **own}) for own in variables]
     assert [process.wait(timeout=60) for process in processes] == [0, 0]
     assert {(tmp_path / f"sum_{rank}").read_text() for rank in range(2)} == {"gloo 1 3.0"}
 
 
-def test_ranks_of_torchrun_meet(tmp_path):
+def test_ranks_of_torchrun_connect(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     job = ["-m", "support.launch_job", "meet", str(tmp_path)]
     subprocess.run([*command, *job], check=True, timeout=90, capture_output=True)
@@ -78,7 +78,7 @@ def test_ranks_of_torchrun_meet(tmp_path):
         assert (tmp_path / f"sum_{rank}").read_text() == "gloo 1 3.0"
 
 
-def test_tasks_of_srun_meet_at_the_first_hosts_port(tmp_path):
+def test_tasks_of_srun_connect_at_the_first_hosts_port(tmp_path):
     step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
     step |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     tasks = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
@@ -86,7 +86,7 @@ def test_tasks_of_srun_meet_at_the_first_hosts_port(tmp_path):
 
 
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])
-def test_ranks_of_one_machine_meet_at_a_port_that_nobody_chose(launcher, tmp_path, monkeypatch):
+def test_ranks_of_one_machine_connect_at_a_free_port(launcher, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     if launcher == "srun":
         job = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
@@ -101,8 +101,8 @@ def test_ranks_of_one_machine_meet_at_a_port_that_nobody_chose(launcher, tmp_pat
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["slow", "fail", "kill", "stop"])
-def test_ranks_wait_for_rank_0_to_prepare_and_name_what_it_fails_of(how, tmp_path, monkeypatch):
-    """Rank 0 takes twice the time-out, and serves the store itself, as under srun."""
+def test_ranks_wait_for_rank_0_to_prepare_and_name_its_error(how, tmp_path, monkeypatch):
+    """Rank 0 needs twice the time-out, and serves the store itself, as under srun."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     job = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     processes = []
@@ -143,7 +143,7 @@ def test_ranks_wait_for_rank_0_to_prepare_and_name_what_it_fails_of(how, tmp_pat
         assert "rank 0 is silent for" in (tmp_path / "hang.txt").read_text()
 
 
-def test_tasks_of_srun_without_a_port_are_told_which_variable_is_missing(srun):
+def test_tasks_of_srun_without_a_port_name_the_missing_variable(srun):
     srun(2, SLURM_STEP_NODELIST="gpu[07-08]")
     with pytest.raises(
         ConfigError, match=r"MASTER_PORT: expected a free port on gpu07 under slurm"
@@ -151,15 +151,15 @@ def test_tasks_of_srun_without_a_port_are_told_which_variable_is_missing(srun):
         rendezvous.init_process_group()
 
 
-@pytest.mark.timeout(50)  # torch would look for its own store for a minute
-def test_rank_0_that_is_given_another_machines_address_names_the_variable(srun):
+@pytest.mark.timeout(50)  # torch would try to reach its own store for a minute
+def test_rank_0_with_another_machines_address_names_the_variable(srun):
     srun(2, MASTER_ADDR="no-such-host.invalid", MASTER_PORT=free_port())
     with pytest.raises(ConfigError, match=r"MASTER_ADDR: .* got no-such-host.invalid: port"):
         rendezvous.init_process_group()
 
 
 def test_a_loopback_that_is_down_is_named_at_once():
-    """torch would try to reach the launcher's store for five minutes."""
+    """torch would retry the launcher's store for five minutes."""
     apart = ["unshare", "--user", "--map-root-user", "--net"]
     if subprocess.run([*apart, "true"], timeout=60, capture_output=True).returncode:
         pytest.skip("this machine gives no network of its own")
@@ -177,7 +177,7 @@ def test_a_port_that_another_process_uses_is_named(torchrun):
             rendezvous.init_process_group(5.0)
 
 
-def test_ranks_without_a_place_to_meet_are_told_which_variable_is_missing(torchrun, monkeypatch):
+def test_ranks_without_an_address_name_the_missing_variable(torchrun, monkeypatch):
     torchrun(size=2, LOCAL_WORLD_SIZE=2)
     for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name)
@@ -186,7 +186,7 @@ def test_ranks_without_a_place_to_meet_are_told_which_variable_is_missing(torchr
 
 
 def test_an_address_that_nobody_answers_is_named_within_the_timeout(torchrun):
-    with socket.socket() as closed:  # bound and not listening: connections are refused
+    with socket.socket() as closed:  # bound but not listening, so that connections are refused
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
         torchrun(rank=1, size=2, port=port)
@@ -199,8 +199,8 @@ def test_an_address_that_nobody_answers_is_named_within_the_timeout(torchrun):
 @pytest.mark.short(1)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the socket
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_waits_for_others_obeys_a_signal_at_once(rank, torchrun, capfd):
-    """torch would wait in C++, where no handler runs, and print a trace."""
+def test_a_rank_that_waits_for_others_ends_at_a_signal_at_once(rank, torchrun, capfd):
+    """torch would wait in C++, where no signal handler runs, and print a trace."""
     import torch.distributed as dist
 
     torchrun(rank=rank, size=2, port=free_port())
@@ -220,8 +220,8 @@ def test_an_interface_that_is_not_there_is_named(torchrun):
         rendezvous.init_process_group(5.0)
 
 
-def test_a_rank_that_nobody_joins_says_for_whom_it_waits(torchrun, monkeypatch, caplog):
-    """Such as a shell with RANK of an older launch: torch's error had a traceback."""
+def test_a_rank_without_other_ranks_says_for_whom_it_waits(torchrun, monkeypatch, caplog):
+    """As in a shell with RANK of an older launch; torch's error had a traceback."""
     monkeypatch.setattr(rendezvous, "WAITING_S", 0.2)
     torchrun(size=2, port=free_port())
     with pytest.raises(HangError, match=r"expected 2 ranks, got 1 in 1 s .*\. Start all"):
@@ -240,12 +240,12 @@ def test_a_name_that_no_host_can_have_is_named(rank, error, torchrun):
         rendezvous.init_process_group(timeout_s=0.5)
 
 
-def test_a_restart_reads_nothing_that_the_ranks_before_it_wrote(torchrun, monkeypatch):
+def test_a_restart_reads_no_values_of_earlier_ranks(torchrun, monkeypatch):
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
     monkeypatch.setattr(rendezvous.watchdog, "start", lambda *_: None)
-    agent = dist.TCPStore("127.0.0.1", 0, is_master=True)  # one for all attempts (--standalone)
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True)  # for all attempts (--standalone)
     found = []
     for attempt in (0, 0):  # torchrun does not count a restart for another machine
         more = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": attempt}
@@ -258,8 +258,8 @@ def test_a_restart_reads_nothing_that_the_ranks_before_it_wrote(torchrun, monkey
     assert found == [False, True, False, True]
 
 
-def test_every_start_of_all_ranks_has_a_number_of_its_own():
-    """torchrun counts a failure where it happened, and restarts the other machines uncounted."""
+def test_every_start_of_all_ranks_has_its_own_number():
+    """torchrun counts a failure only on its machine, and restarts other machines uncounted."""
     from torch.distributed import TCPStore
 
     agent = TCPStore("127.0.0.1", 0, is_master=True)
@@ -275,7 +275,7 @@ def test_every_start_of_all_ranks_has_a_number_of_its_own():
 
     found = [start(2)]
     with pytest.raises(HangError, match=r"expected rank 0's store .*, got no word of rank 0"):
-        number(1, 2, 0.2)  # the next one's rank 1 is killed while it waits; then its rank 0
+        number(1, 2, 0.2)  # rank 1 of the next start is killed while it waits, then rank 0
     found.append(start(3))
     with pytest.raises(HangError, match="expected 2 ranks, got 1"):
         number(0, 2, 0.2)
@@ -290,7 +290,7 @@ def joining(store, machine, num_machines=4, ranks=2):
 
 @pytest.fixture
 def launchers():
-    """Launchers of three machines; the first serves the store."""
+    """Launchers of three machines; the first one serves the store."""
     served = rendezvous.LaunchStore()
     served.serve()
     there = rendezvous.LaunchStore(port=served.port, served_here=False)
@@ -308,7 +308,7 @@ def test_the_first_failure_of_a_machine_is_known_on_all(launchers, first):
     there = rendezvous.LaunchStore(port=served.port, served_here=False)
     late = joining(there, 3)
     wait_until(lambda: all(one.failure for one in (*machines, late)), 20, "all to know it")
-    asked = []  # by the next attempt, which must not meet at this store
+    asked = []  # by the next attempt, which must not use this store
     again = (there.host, there.port), lambda: asked.append(1)
     waiting = threading.Thread(target=rendezvous.await_end_of_attempt, args=again)
     waiting.start()
@@ -347,7 +347,9 @@ def test_a_machine_that_ended_differs_from_one_that_was_killed(launchers, how):
         machines[0].leave(None)
     served.close()
     for one in machines[1:]:
-        one._thread.join(20)
+        if how == "killed":
+            wait_until(lambda one=one: one.failure, 20, "the killed launcher to be noticed")
+        one.leave(None)
         said = one.failure and one.failure.message
         assert (said is None) == (how == "ended"), said
         assert how == "ended" or "Its launcher was killed, or the network is down" in said
@@ -355,10 +357,10 @@ def test_a_machine_that_ended_differs_from_one_that_was_killed(launchers, how):
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """`gpus(n)`: torch sees n GPUs; NCCL finds one of them shared. The devices that were set."""
+    """`gpus(n)` simulates n GPUs, one of them shared for NCCL; returns the devices set."""
     import torch.distributed as dist
 
-    # As NCCL says it, which compares the GPUs of all ranks, however they are numbered.
+    # The error of NCCL, which compares the GPUs of all ranks, however they are numbered.
     said = "ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device c1000"
     chosen = []
 
@@ -406,7 +408,7 @@ def test_ranks_of_one_launcher_see_the_same_gpus(torchrun, gpus):
     ],
 )
 def test_each_gpu_that_cuda_visible_devices_shows_has_a_rank(shown, count, monkeypatch):
-    """There are four. CUDA itself counts parts of them (MIG), and shows a process one."""
+    """Four are visible. With MIG parts, CUDA itself shows a process only one."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if shown is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
@@ -417,13 +419,21 @@ def test_each_gpu_that_cuda_visible_devices_shows_has_a_rank(shown, count, monke
         monkeypatch.setattr(f"torch.cuda.{name}", lambda known=known: known)
     monkeypatch.setattr("torch._C._cuda_getDeviceCount", lambda: 1, raising=False)
     chosen = []
-    monkeypatch.setattr("torch.cuda.set_device", chosen.append)
+
+    def choose(device):
+        chosen.append(device.index)
+        raise InterruptedError
+
+    monkeypatch.setattr("torch.cuda.set_device", choose)
     world_size = machine.configured_topology(LaunchConfig()).world_size
     assert world_size == (count or machine.DEFAULT_PROCESSES)
     for rank in range(count):
         place = LaunchEnvironment(Launcher.FULLSHARD, rank, count, rank, count)
-        assert rendezvous._cuda_device(place) == chosen[-1]
-    assert [device.index for device in chosen] == list(range(count))
+        for name, value in place.to_variables().items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(InterruptedError):
+            rendezvous.init_process_group()
+    assert chosen == list(range(count))
 
 
 def test_a_process_that_nobody_launched_has_no_group():

@@ -1,4 +1,4 @@
-"""Signals to a launcher end all of its ranks; a dead launcher leaves none behind."""
+"""Signals to a launcher end all of its ranks; a dead launcher leaves no rank behind."""
 
 import os
 import pty
@@ -16,7 +16,7 @@ from support.processes import assert_all_end, read_pids, wait_until
 
 @pytest.fixture
 def launch(tmp_path, monkeypatch):
-    """`launch(what, *args)` starts a launcher process; it is ended with the test."""
+    """`launch(what, *args)` starts a launcher process, which ends with the test."""
     (tmp_path / "private").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "private"))  # a killed launcher leaves its folder
     started = []
@@ -36,14 +36,14 @@ def launch(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("number", "code", "how"),
     [
-        (signal.SIGQUIT, 75, "forked"),  # the interrupt of a terminal, below, is another's
+        (signal.SIGQUIT, 75, "forked"),  # a terminal's interrupt, below, has another process group
         (signal.SIGINT, 130, "started"),
         (signal.SIGINT, 130, "forked"),
         (signal.SIGTERM, 75, "started"),
         (signal.SIGQUIT, 75, "started"),
     ],
 )
-def test_a_signal_lets_all_ranks_leave_in_order(launch, tmp_path, monkeypatch, number, code, how):
+def test_a_signal_ends_all_ranks_cleanly(launch, tmp_path, monkeypatch, number, code, how):
     if how == "forked":
         monkeypatch.setenv("FORKS", "")
     launcher = launch("fork_and_sleep", str(tmp_path))
@@ -76,7 +76,7 @@ def test_a_hangup_that_nohup_ignores_does_not_stop_the_ranks(launch, tmp_path):
     pids = read_pids(tmp_path, 2)
     launcher.send_signal(signal.SIGHUP)
     launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(timeout=60) == 130  # 75 if the hangup was the first to be caught
+    assert launcher.wait(timeout=60) == 130  # 75 if the hangup was caught first
     assert_all_end(pids)
 
 
@@ -97,9 +97,7 @@ def test_a_second_ctrl_c_does_not_wait_for_ranks_that_ignored_the_first(
     assert_all_end(pids)
 
 
-def test_a_typed_failure_on_the_way_out_is_not_hidden_by_the_interrupt(
-    launch, tmp_path, monkeypatch
-):
+def test_a_typed_failure_during_an_interrupt_is_reported(launch, tmp_path, monkeypatch):
     monkeypatch.setenv("READY", str(tmp_path))
     launcher = launch("fail_to_save", stderr=subprocess.PIPE, text=True)
     wait_until(lambda: len(list(tmp_path.glob("[01]"))) == 2, 30, "both ranks are ready")
@@ -118,13 +116,13 @@ def test_ranks_die_with_a_launcher_that_was_killed(launch, tmp_path, monkeypatch
     ranks = read_pids(tmp_path, 2)[::2]
     launcher.kill()
     assert_all_end(ranks)
-    # What they had started is no rank of ours and outlives such an end: nobody is left to know it.
+    # Their child processes are not ranks and outlive this, because no process is left to end them.
     for pid in read_pids(tmp_path, 2)[1::2]:
         os.kill(pid, signal.SIGKILL)
 
 
 def test_the_interrupt_of_a_terminal_reaches_each_rank_once(launch, tmp_path):
-    """Ctrl-C on a terminal signals its whole foreground group: the ranks must not be in it."""
+    """Ctrl-C signals the terminal's foreground group, so ranks must not be in it."""
     launcher = launch("fork_and_sleep", str(tmp_path), start_new_session=True)
     pids = read_pids(tmp_path, 2)
     os.killpg(launcher.pid, signal.SIGINT)

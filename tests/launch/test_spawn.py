@@ -1,4 +1,4 @@
-"""Local ranks: they meet, their output goes where it should, and a failure ends them all."""
+"""Local ranks connect, their output is routed, and a failure ends them all."""
 
 import errno
 import signal
@@ -44,7 +44,7 @@ def run(tmp_path, monkeypatch):
 
 @pytest.fixture
 def alone(monkeypatch):
-    """One rank fails: nobody else has anything to report."""
+    """One rank fails, and no other reports a failure."""
     monkeypatch.setattr(supervise, "REPORT_S", 0.1)
 
 
@@ -52,14 +52,14 @@ def log(tmp_path, rank):
     return (tmp_path / "logs" / f"rank_{rank}.log").read_text()
 
 
-def test_ranks_meet_over_gloo_with_one_thread_each(run, tmp_path):
+def test_ranks_connect_over_gloo_with_one_thread_each(run, tmp_path):
     assert run("meet_twice", tmp_path) == 0
     for rank in range(2):
         assert (tmp_path / f"sum_{rank}").read_text() == "gloo 1 3.0"
 
 
 @pytest.mark.gpu
-def test_a_rank_with_a_gpu_meets_over_nccl_and_over_gloo(run, tmp_path):
+def test_a_rank_with_a_gpu_connects_over_nccl_and_gloo(run, tmp_path):
     assert run("meet_on_gpus", tmp_path, ranks=1) == 0
     assert (tmp_path / "sum_0").read_text() == "cuda:0 1.0 1.0"
 
@@ -72,7 +72,7 @@ def test_more_ranks_than_gpus_are_refused_by_name(run, tmp_path, capfd):
     assert "launch.num_processes: expected at most" in capfd.readouterr().err
 
 
-def test_rank_zero_speaks_to_the_terminal_and_every_rank_to_its_log(run, tmp_path, capfd):
+def test_rank_zero_writes_to_the_terminal_and_every_rank_to_its_log(run, tmp_path, capfd):
     assert run("speak") == 0
     out, err = capfd.readouterr()
     assert (out, err) == ("stdout of rank 0\n", "stderr of rank 0\n")
@@ -93,8 +93,8 @@ def test_rank_zero_speaks_to_the_terminal_and_every_rank_to_its_log(run, tmp_pat
         ("the launcher cannot adopt", "tabnanny"),
     ],
 )
-def test_ranks_are_forked_or_else_started(run, tmp_path, monkeypatch, capfd, how, module):
-    monkeypatch.chdir(tmp_path)  # whose files are not imported in the place of Python's
+def test_ranks_are_forked_or_started(run, tmp_path, monkeypatch, capfd, how, module):
+    monkeypatch.chdir(tmp_path)  # files there are not imported instead of Python's
     (tmp_path / "tabnanny.py").write_text("raise SystemExit('of the working folder')")
     if "adopt" in how:
         monkeypatch.setattr("fullshard.launch.fork_server.PR_SET_CHILD_SUBREAPER", 9999)
@@ -120,14 +120,14 @@ def test_one_failing_rank_ends_the_others_within_seconds(run, tmp_path, capfd):
     assert time.monotonic() - started < 60  # the others would sleep for 600
     err = capfd.readouterr().err
     assert err.startswith("rank 1 of 2 failed (exit code 1):\nTraceback (most recent call last):\n")
-    assert "launch_job.py" in err.splitlines()[2]  # the user's own code comes first
+    assert "launch_job.py" in err.splitlines()[2]  # the user's own code is shown first
     assert err.count("ValueError: rank one says no") == 1
     assert err.endswith(f"Its log: {tmp_path}/logs/rank_1.log\n")
     assert "ValueError: rank one says no" in log(tmp_path, 1)
 
 
 @pytest.mark.usefixtures("alone")
-def test_an_error_of_configuration_has_no_traceback_and_its_own_exit_code(run, tmp_path, capfd):
+def test_a_configuration_error_has_no_traceback_and_its_own_exit_code(run, tmp_path, capfd):
     assert run("raise_on_rank_one", "config") == 2
     assert capfd.readouterr().err == (
         "rank 1 of 2 failed (exit code 2):\n"
@@ -199,7 +199,7 @@ def test_a_rank_killed_because_memory_ran_out_is_exit_code_4(run, tmp_path, monk
 
 
 def test_a_store_that_cannot_be_served_ends_the_launch(run, tmp_path, monkeypatch):
-    """The ranks waited for it until launch.timeout: no descriptor was left (`ulimit -n 16`)."""
+    """Without a descriptor (`ulimit -n 16`), ranks waited until launch.timeout."""
 
     def serve(_store):
         raise OSError(errno.EMFILE, "Too many open files")
@@ -211,7 +211,7 @@ def test_a_store_that_cannot_be_served_ends_the_launch(run, tmp_path, monkeypatc
 
 
 def test_a_full_temporary_folder_does_not_hide_the_cause(run, monkeypatch, capfd):
-    """What ranks leave for the launcher is cut short; their logs are elsewhere."""
+    """Ranks' files for the launcher are cut short; their logs are elsewhere."""
     assert run("raise_on_a_full_disk") == 1
     assert "ValueError: what really happened" in capfd.readouterr().err
 

@@ -1,6 +1,6 @@
-"""Killed, stuck and desynchronised ranks are named, by real processes with a user's own fault.
+"""The watchdog names killed, stuck and desynchronised ranks of real processes.
 
-"Within 20 s" is timed from the fault, whose time the job leaves, to the report.
+"Within 20 s" is measured from the fault, whose time the job records, to the report.
 """
 
 import os
@@ -21,7 +21,7 @@ NAMED_S = 20.0
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capfd):
-    """`run(fault)` trains on two ranks, with a timeout of 5 s; returns code, words, report."""
+    """`run(fault)` trains on two ranks with a timeout of 5 s; returns code, output, report."""
 
     def run(fault, *transport):
         words, logs = (fault, *transport), tmp_path / "logs"
@@ -38,7 +38,7 @@ def run(tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.slow
-def test_a_run_without_a_fault_is_left_alone(run):
+def test_a_run_without_a_fault_is_not_interrupted(run):
     result, _, report = run("none")
     assert (result.exit_code, report) == (0, "")
 
@@ -67,7 +67,7 @@ def test_garbage_in_the_side_store_does_not_end_the_watch(run):
     assert "in read_batch" in err
 
 
-def test_a_killed_rank_is_named_at_once_and_all_are_placed(run):
+def test_a_killed_rank_is_named_at_once_with_the_place_of_all_ranks(run):
     result, err, report = run("kill")
     assert (result.exit_code, result.failure.rank) == (5, 1)
     assert "HangError: rank 1: expected to reach its end, but it was killed by SIGKILL" in err
@@ -75,7 +75,7 @@ def test_a_killed_rank_is_named_at_once_and_all_are_placed(run):
     assert "was killed by SIGKILL" in report
 
 
-HANGS = {  # (the fault, the transport): what is said; what the stack of rank 1 has
+HANGS = {  # (fault, transport): message and a line of rank 1's stack
     ("sleep", "shared"): (["rank 0 waits in beginning of a forward, step 3"], "in read_batch"),
     ("stop",): (["rank 1 is silent for"], "(none: the process is stopped"),
     ("lock",): (["rank 1 is silent for"], "in read_batch"),
@@ -111,7 +111,7 @@ def test_a_forward_or_a_micro_batch_too_many_is_an_error_of_the_ranks(run, fault
 
 
 def _without_a_launcher(fault, folder, size=2):
-    """The exit codes and errors of ranks that nobody watches."""
+    """Returns exit codes and errors of ranks without a launcher."""
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     names = dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE"], str(size)) | {"OMP_NUM_THREADS": "1"}
     processes = [
@@ -129,14 +129,14 @@ def _without_a_launcher(fault, folder, size=2):
 
 
 @pytest.mark.long
-def test_no_rank_blames_another_for_a_stop_that_was_asked_of_all(tmp_path):
+def test_no_rank_blames_another_for_a_stop_of_all_ranks(tmp_path):
     codes, said = _without_a_launcher("preempt", tmp_path)
     assert codes == [75, 75], said
 
 
 @pytest.mark.long
-def test_a_rank_that_ends_early_is_named_to_all_whose_collective_failed(tmp_path):
-    """The report waits 3 s for the stacks of that rank, as long as an error for a verdict."""
+def test_a_rank_that_ends_early_is_named_on_ranks_with_failed_collectives(tmp_path):
+    """The report waits 3 s for that rank's stacks, as long as an error waits for a verdict."""
     codes, said = _without_a_launcher("leave", tmp_path, 3)
     assert codes == [5, 0, 5], said
     for text in (said[0], said[2], (tmp_path / "hang.txt").read_text()):

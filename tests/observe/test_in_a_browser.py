@@ -1,6 +1,6 @@
-"""The pages in a real browser: they fit, can be read, answer mouse and keyboard, and stay live.
+"""The pages in a real browser: layout, readability, mouse and keyboard, live updates.
 
-Needs chromium (Debian: apt-get install chromium); skipped by that name where there is none.
+Needs chromium (Debian: apt-get install chromium), or is skipped.
 """
 
 import html
@@ -58,7 +58,7 @@ window.onload = () => setTimeout(() => {
   document.body.innerHTML = "<pre>" + JSON.stringify(out).replaceAll("<", "&lt;") + "</pre>";
 }, 500);
 """
-# What a person does with the first chart, and what the page then says.
+# User actions on the first chart, and the text of the page after each.
 PROBE = """
 <script>
 const wait = () => new Promise((done) => setTimeout(done, 100));
@@ -167,7 +167,7 @@ def comparison_page(folder: Path) -> Path:
 
 
 def opened(address: str | Path, scheme: str = "light", budget_ms: int = 5000) -> str:
-    """The page's elements after its scripts have run; the console must stay empty."""
+    """Returns the page's elements after its scripts ran; the console must stay empty."""
     assert CHROMIUM is not None
     options = ("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr")
     done = subprocess.run(
@@ -189,13 +189,13 @@ def opened(address: str | Path, scheme: str = "light", budget_ms: int = 5000) ->
 
 
 def told(dom: str) -> dict:
-    """What a script of ours has written."""
+    """Returns the output of our script."""
     return json.loads(html.unescape(re.search(r"<pre>(.*)</pre>", dom, re.DOTALL)[1]))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("make", [plan_page, report_page, comparison_page])
-def test_nothing_runs_out_and_all_text_can_be_read(tmp_path, make, scheme):
+def test_no_element_overflows_and_all_text_is_readable(tmp_path, make, scheme):
     text = html.escape(make(tmp_path).read_text(encoding="utf-8"))
     frames = "".join(
         f'<iframe width="{width}" height="900" srcdoc="{text}"></iframe>' for width in (390, 1400)
@@ -238,21 +238,21 @@ def test_charts_answer_mouse_keyboard_and_options(tmp_path):
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 12_000])
-def test_pages_of_any_length_draw_without_a_word_on_the_console(tmp_path, num_steps):
+def test_pages_of_any_length_draw_without_console_messages(tmp_path, num_steps):
     dom = opened(report_page(tmp_path, num_steps))
     assert dom.count('class="drawing"') == (9 if num_steps else 0)
     assert "OutOfMemoryError" in dom
     assert "<b>tiny" not in dom
 
 
-def test_a_page_that_is_served_follows_the_run_without_loading_again(tmp_path):
+def test_a_served_page_follows_the_run_without_reloading(tmp_path):
     report_page(tmp_path, 3)
     asked = []
 
     def render() -> str:
         asked.append(1)
         if len(asked) > 1:
-            report_page(tmp_path, 3)  # appends its rows once more
+            report_page(tmp_path, 3)  # appends its rows again
         return page_of([tmp_path], live=True)
 
     with page_server(render) as server:
@@ -262,5 +262,5 @@ def test_a_page_that_is_served_follows_the_run_without_loading_again(tmp_path):
         server.shutdown()
         thread.join()
     assert len(asked) >= 2
-    assert re.search(r'id="live">live, read at', dom)  # of the first page, which was not replaced
+    assert re.search(r'id="live">live, read at', dom)  # the first page was not replaced
     assert dom.count("<h3>step 3</h3>") >= 2  # the text of a later answer

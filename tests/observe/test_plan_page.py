@@ -1,4 +1,4 @@
-"""The page of a plan is one file that needs nothing else, and shows what the plan says."""
+"""The page of a plan is one self-contained file that shows all of the plan."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from support.sizes import sizes_of
 ROOT = Path(__file__).parents[2]
 EXAMPLE = "examples/plan_llama_405b.yaml"
 GPUS = ("--gpus", "8xH100-80GB", "--nodes", "128")
-FEW = ("model.config.num_hidden_layers=4", "sharding.tensor=1")  # few forecasts beside its own
+FEW = ("model.config.num_hidden_layers=4", "sharding.tensor=1")  # few additional forecasts
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ SMALL = sizes_of(256, 512, 4, 4, layers=1)
 
 
 def contrast(one, other):
-    """Of two colours, as WCAG 2 defines it: 1 to 21."""
+    """Returns the contrast of two colours as defined by WCAG 2: 1 to 21."""
     light, dark = sorted((luminance(one), luminance(other)), reverse=True)
     return (light + 0.05) / (dark + 0.05)
 

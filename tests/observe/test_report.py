@@ -1,4 +1,4 @@
-"""The report: one page from a run's files, whatever of them there is."""
+"""The report: one page from the existing files of a run."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def step_row(step: int, **changes) -> StepRow:
 
 @pytest.fixture
 def run(tmp_path):
-    """A run's folder with everything in it."""
+    """Returns the folder of a run with all files."""
     record = {
         "command": "train",
         "status": "finished",
@@ -70,7 +70,7 @@ def run(tmp_path):
 
 
 class Checker(HTMLParser):
-    """Notes what a browser would load, and tags that are left open."""
+    """Records what a browser would load, and unclosed tags."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,20 +82,20 @@ class Checker(HTMLParser):
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
-        """A tag that closes itself."""
+        """Handles a self-closing tag."""
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
 
 def written(*runs, target=None) -> str:
-    """The page of runs, without the scripts: they need nothing else."""
+    """Returns the page of runs without scripts, which need nothing else."""
     page = write_report(*runs, target=target).read_text()
     checker = Checker()
     checker.feed(page)
     assert checker.open == []
     assert checker.loads == []
-    assert "default-src 'none'" in page  # the browser keeps it from the network
+    assert "default-src 'none'" in page  # the policy with which the browser blocks the network
     html = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
     assert "url(" not in html
     assert "@import" not in html
@@ -103,12 +103,12 @@ def written(*runs, target=None) -> str:
 
 
 def data_of(page: str) -> dict:
-    """The data of the page's charts."""
+    """Returns the data of the page's charts."""
     return json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
 
 
 def lines_of(page: str) -> dict[str, list[str]]:
-    """Names of lines by the titles of their charts."""
+    """Returns names of lines by the titles of their charts."""
     return {one["title"]: [i["name"] for i in one["lines"]] for one in data_of(page)["charts"]}
 
 
@@ -124,10 +124,10 @@ def test_report_shows_loss_baseline_plan_environment_and_sample(run):
     assert "prefers-color-scheme: dark" in page
 
 
-def test_what_was_planned_stands_beside_what_was_measured(run):
+def test_planned_and_measured_values_are_side_by_side(run):
     record = json.loads((run / "run.json").read_text())
     expected = {"expected_peak_bytes": 200 << 20, "expected_tokens_per_s": 1250.0}
-    expected["library_bytes"] = 50 << 20  # which torch's allocator does not measure
+    expected["library_bytes"] = 50 << 20  # torch's allocator does not measure it
     record["planned"] = expected | {"expected_step_time_s": 0.4, "expected_wait_s": 0.05}
     (run / "run.json").write_text(json.dumps(record))
     before = written(run)
@@ -153,7 +153,7 @@ def test_what_was_planned_stands_beside_what_was_measured(run):
 
 
 def test_memory_of_a_process_is_planned_in_the_same_terms(run):
-    """On a CPU the process is measured, so that what it took before the model is planned too."""
+    """On a CPU the whole process is measured, so its memory before the model is planned too."""
     record = json.loads((run / "run.json").read_text())
     record["planned"] = {
         "expected_peak_bytes": 150 << 20,
@@ -207,7 +207,7 @@ def test_settings_that_were_set_come_before_defaults(run):
         assert settings_of(broken) == []
 
 
-def test_started_by_and_use_of_the_machine_are_shown(run):
+def test_the_starting_command_and_machine_usage_are_shown(run):
     record = json.loads((run / "run.json").read_text())
     record["started_by"] = {
         "command_line": "fullshard train a.yaml max_steps=5",
@@ -231,7 +231,7 @@ def test_started_by_and_use_of_the_machine_are_shown(run):
 
 
 def test_the_last_sample_of_a_machine_is_read_if_it_is_whole(tmp_path):
-    """Such as in a file that was copied without its last newline."""
+    """A file may be copied without its last newline."""
     (tmp_path / "machine-0.jsonl").write_text('{"time": 1.0}\n{"time": 2.0}')
     assert read_machine(tmp_path) == {"0": [{"time": 1.0}, {"time": 2.0}]}
 
@@ -275,14 +275,14 @@ def test_failed_run_without_steps_has_a_report_with_the_reason(run):
     assert data_of(page)["charts"] == []
 
 
-def test_baseline_that_was_not_beaten_is_shown_as_such(run):
+def test_a_baseline_that_was_not_beaten_is_marked(run):
     writer = MetricsWriter(run / "metrics.jsonl")
     writer.write(EvalRow(20, 3.75))
     writer.close()
     assert 'class="bad"' in written(run)
 
 
-def test_metrics_that_were_cut_off_by_a_crash_are_read_up_to_there(run):
+def test_metrics_cut_off_by_a_crash_are_read_up_to_the_cut(run):
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 21, "lo')
     rows = list(read_rows(run / "metrics.jsonl"))
@@ -291,7 +291,7 @@ def test_metrics_that_were_cut_off_by_a_crash_are_read_up_to_there(run):
     written(run)
 
 
-def test_torn_rows_are_left_out_and_said_when_a_run_goes_on(run, caplog):
+def test_torn_rows_are_skipped_and_reported_when_a_run_resumes(run, caplog):
     path = run / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     torn = [b'{"step": 2, "lo\n', b"\xff\x00\n", b"[1, 2]\n", b'{"step": 3, "loss": 1.0}\n']
@@ -316,7 +316,7 @@ def test_a_page_leaves_out_numbers_that_no_browser_reads(run, caplog):
     assert f"{path}: left out 3 line(s)" in caplog.text
 
 
-def test_a_page_says_that_rows_of_another_version_are_left_out(run, caplog):
+def test_a_page_reports_skipped_rows_of_another_version(run, caplog):
     path = run / "metrics.jsonl"
     written(run)
     assert caplog.text == ""

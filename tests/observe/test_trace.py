@@ -1,4 +1,4 @@
-"""What is hidden behind what, on spans made by hand; and the file that Chrome reads."""
+"""Hidden shares of handmade spans, and the trace file for Chrome."""
 
 import json
 from itertools import pairwise
@@ -50,13 +50,13 @@ def travels(slices):
 def test_a_message_is_exposed_for_as_long_as_its_wait_and_its_wire_overlap():
     found = travels(slices_of(STEP, WIRES))
     assert found[GATHER, 1].waited_ns == 100 - 4
-    assert found[GATHER, 2].waited_ns == 201 - 190  # what the wait lasts longer is not the wire's
-    assert found[REDUCE, 2].waited_ns == 0  # it had landed long before it was asked for
+    assert found[GATHER, 2].waited_ns == 201 - 190  # the rest of the wait is not due to the wire
+    assert found[REDUCE, 2].waited_ns == 0  # it had arrived long before its wait
     assert found[SETTLE, -1].waited_ns == 40
     assert [p.during for p in found.values()] == ["forward", "forward", "backward", "backward"]
 
 
-def test_the_hidden_share_is_one_less_what_was_waited_for():
+def test_the_hidden_share_is_one_minus_the_waited_share():
     slices = slices_of(STEP, WIRES)
     assert hidden_share(slices) == pytest.approx(1 - (96 + 11 + 0 + 40) / (100 + 100 + 100 + 40))
     gathers = [p for p in slices if p.lane == "gather"]
@@ -64,15 +64,15 @@ def test_the_hidden_share_is_one_less_what_was_waited_for():
     assert hidden_share([p for p in slices if p.lane == "compute"]) is None
 
 
-def test_without_word_from_the_wire_a_message_travels_until_it_was_waited_for():
+def test_without_wire_times_a_message_is_in_flight_until_its_wait_ends():
     found = travels(slices_of(STEP))
     assert (found[GATHER, 1].start_ns, found[GATHER, 1].stop_ns) == (2, 100)
     assert (found[GATHER, 2].start_ns, found[GATHER, 2].stop_ns) == (100, 210)  # one wire
     assert found[REDUCE, 2].stop_ns == 605
-    assert (SETTLE, -1) not in found  # it says no bytes
+    assert (SETTLE, -1) not in found  # it gives no bytes
 
 
-def test_what_is_never_waited_for_and_what_does_not_travel_is_no_slice():
+def test_events_without_a_wait_or_a_message_have_no_slice():
     assert not travels(slices_of([Entry(GATHER, 1, 64, 0, 2), Entry(FORWARD, 2, 0, 3, 4)]))
     assert not travels(slices_of([Entry(GATHER, 1, 0, 0, 2), Entry(FORWARD, 1, 0, 3, 4)]))
 
@@ -94,7 +94,7 @@ def test_compute_fills_the_time_between_events_under_the_unit_entered_last():
     ]
 
 
-def test_the_wait_for_each_other_before_a_forward_is_a_box_of_its_own():
+def test_the_wait_for_other_ranks_before_a_forward_is_a_separate_box():
     step = [Entry(EventKind.PUBLISH, -1, 0, 0, 30), *(e for e in STEP if e.start_ns >= 30)]
     slices = slices_of(step)
     first = slices[0]
@@ -112,7 +112,7 @@ def test_boxes_of_a_lane_do_not_cross():
             assert all(a[1] <= b[0] for a, b in pairwise(boxes))
 
 
-def test_the_trace_is_json_with_a_process_a_rank_and_a_thread_a_lane():
+def test_the_trace_is_json_with_one_process_per_rank_and_one_thread_per_lane():
     slices = slices_of(STEP, WIRES)
     later = [Slice("compute", -1, "forward", "forward", 1000, 3000)]
     trace = chrome_trace([slices, later], ["(root)", "a", "b"], {"hidden": 0.5})
@@ -133,7 +133,7 @@ def test_the_trace_is_json_with_a_process_a_rank_and_a_thread_a_lane():
     assert (boxes[-1]["ts"], boxes[-1]["dur"]) == (0.999, 2.0)
 
 
-def test_a_timeline_tells_the_recorder_behind_it_and_times_a_spill_inside_an_event():
+def test_a_timeline_forwards_to_its_recorder_and_times_nested_spills():
     ring = EventRing()
     timeline = Timeline(ring)
     reduce, spill = Event(REDUCE, 1, 64), Event(EventKind.SPILL, 1)

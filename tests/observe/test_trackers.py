@@ -1,4 +1,4 @@
-"""A tracker that fails ends no run, and the others go on."""
+"""A tracker that fails does not end the run or the other trackers."""
 
 import sys
 import types
@@ -8,7 +8,7 @@ from fullshard.observe.metrics import EvalRow
 from fullshard.observe.trackers import Trackers
 
 
-def test_a_tracker_that_fails_is_said_once_and_the_others_have_all_rows(
+def test_a_failing_tracker_is_reported_once_and_the_others_get_all_rows(
     tmp_path, monkeypatch, caplog
 ):
     shown, ended = [], []

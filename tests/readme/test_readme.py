@@ -1,4 +1,4 @@
-"""The README and docs/start.md: their Python and commands work as shown."""
+"""The Python and the commands of the README and docs/start.md work as shown."""
 
 import os
 import re
@@ -22,7 +22,7 @@ def _blocks(language):
 
 
 def _console():
-    """Every `$ command` of the pages with the output shown under it."""
+    """Returns every `$ command` of the pages with the output shown below it."""
     found = []
     for block in _blocks("console"):
         for part in re.split(r"^\$ ", block, flags=re.M)[1:]:
@@ -35,13 +35,13 @@ CONSOLE = _console()
 
 
 def _shown(start):
-    """The one command that starts so, and what is shown under it."""
+    """Returns the only command that starts so, and the output shown below it."""
     (pair,) = [pair for pair in CONSOLE if pair[0].startswith(start)]
     return pair
 
 
 def _run(command, folder, *, timeout_s=110.0):
-    """Runs a command of the README in a folder, its program being this Python's."""
+    """Runs a command of the README in a folder with this Python."""
     words = shlex.split(command)
     modules = {"torchrun": "torch.distributed.run", "fullshard": "fullshard"}
     if words[0] in modules:
@@ -63,12 +63,12 @@ def _succeed(command, folder, *, timeout_s=110.0):
 
 
 def _masked(text):
-    """The lines without what differs from run to run: numbers, and how many spaces align them."""
+    """Removes what differs from run to run: numbers, and the number of aligning spaces."""
     return [" ".join(NUMBER.sub("N", line).split()) for line in text.splitlines() if line.strip()]
 
 
 def _assert_in_order(shown, printed):
-    """Every shown line was printed, in this order; `...` stands for lines left out."""
+    """Every shown line was printed, in this order; `...` stands for omitted lines."""
     rest = iter(printed)
     for line in shown:
         assert line == "..." or line in rest, f"not printed: {line!r}\nprinted: {printed}"
@@ -76,7 +76,7 @@ def _assert_in_order(shown, printed):
 
 @pytest.fixture
 def reader(tmp_path):
-    """A folder as a reader of the README has it: the files that it names, some texts."""
+    """A reader's folder: the files that the README names, and some texts."""
     (configuration,) = _blocks("yaml")
     name = configuration.splitlines()[0].removeprefix("# ")
     (tmp_path / name).write_text(configuration)
@@ -91,7 +91,7 @@ def test_the_python_of_the_readme_trains_under_torchrun_as_shown(tmp_path):
     command, shown = _shown("torchrun")
     (script,) = [block for block in _blocks("python") if "fs.shard(" in block]
     (tmp_path / command.split()[-1]).write_text(script)
-    # Two ranks write at once: one's line may begin before the other's has ended.
+    # Two ranks write at once, so their lines may interleave.
     printed = re.sub(r"(?<!^)(?=rank \d+: holds)", "\n", _succeed(command, tmp_path))
     lines = sorted(line for line in printed.splitlines() if line)
     expected = sorted(shown.splitlines())
@@ -103,7 +103,7 @@ def test_the_python_of_the_readme_trains_under_torchrun_as_shown(tmp_path):
     assert numbers == pytest.approx(promised, rel=1e-2)
 
 
-def test_sharding_a_model_takes_the_readme_about_ten_lines():
+def test_the_readme_shards_a_model_in_about_ten_lines():
     (script,) = [block for block in _blocks("python") if "fs.shard(" in block]
     assert len([line for line in script.splitlines() if line.strip()]) <= 18
 
@@ -150,7 +150,7 @@ def test_the_plan_in_the_readme_is_the_plan_that_is_printed(reader):
 def test_the_main_job_prints_what_the_readme_shows_and_beats_the_bigram(tmp_path):
     _, shown = _shown("make train")
     printed = _succeed("fullshard train", tmp_path, timeout_s=1100)
-    head, _, _ = shown.partition("held-out loss  ")  # the sample after it is another one each time
+    head, _, _ = shown.partition("held-out loss  ")  # the sample after it differs each time
     _assert_in_order(_masked(head), _masked(printed))
     losses = [
         float(re.search(r"^held-out loss +([\d.]+) nats", text, re.M)[1])

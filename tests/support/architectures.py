@@ -1,7 +1,7 @@
-"""Hugging Face architectures as they ship, tiny, with the inputs that each takes.
+"""Tiny Hugging Face architectures with default settings, and the inputs that each takes.
 
-Dropout is off, since ranks and one process draw other numbers; all else is the configuration's
-default where it is not a size.
+Dropout is off, since ranks and one process draw different numbers. Everything except sizes is the
+configuration's default.
 """
 
 from collections.abc import Callable
@@ -34,15 +34,15 @@ SIZES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model of transformers and what it is trained on.
+    """A model of transformers and its training data.
 
     Attributes:
         kind: Its model_type.
-        auto: The class that makes it from a configuration.
-        fields: Of its configuration, over the common sizes where it takes these.
-        batch: The arguments of forward in a step on a rank.
-        sizes: Whether the common sizes are its configuration's names.
-        tolerance: 1e-12 but where float32 islands round weights that differ by less.
+        auto: Class that builds the model from a configuration.
+        fields: Fields of its configuration, which replace the common sizes.
+        batch: Arguments of forward, by step and rank.
+        sizes: Whether its configuration uses the names of the common sizes.
+        tolerance: 1e-12, or more if float32 layers round weights that differ by less.
     """
 
     kind: str
@@ -53,17 +53,17 @@ class Architecture:
     tolerance: float = TOLERANCE
 
     def build(self) -> nn.Module:
-        """The model with perturbed weights in float64, in training mode."""
+        """Builds the model with perturbed weights in float64, in training mode."""
         torch.manual_seed(0)
         return perturbed(self.initialised().double())
 
     def on_meta(self, **fields: Any) -> nn.Module:
-        """The model without memory, with these fields of its configuration."""
+        """Builds the model on meta, with these fields of its configuration."""
         with torch.device("meta"):
             return self.initialised(**fields)
 
     def initialised(self, **fields: Any) -> nn.Module:
-        """The model as transformers initialises it."""
+        """Builds the model as transformers initialises it."""
         import transformers
 
         fields = {**(SIZES if self.sizes else {}), **self.fields, **fields}
@@ -72,12 +72,12 @@ class Architecture:
         return getattr(transformers, self.auto).from_config(config)
 
     def work(self, model: nn.Module, step: int, rank: int) -> torch.Tensor:
-        """One forward and backward; the loss that the model computes itself."""
+        """Runs forward and backward; returns the model's own loss."""
         return backward_of(model(**self.batch(step, rank)).loss)
 
 
 def without_dropout(config: Any) -> None:
-    """Set every probability to zero, in nested configurations too."""
+    """Sets every probability to zero, in nested configurations too."""
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict") and name != "quantization_config":
             without_dropout(value)
@@ -86,7 +86,7 @@ def without_dropout(config: Any) -> None:
 
 
 def _architectures() -> dict[str, Architecture]:
-    """The rows of the table beside this file, by name."""
+    """Reads the rows of architectures.yaml by name."""
     rows = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     return {
         name: Architecture(

@@ -1,4 +1,4 @@
-"""Is imported once the writer of a FIFO, whose path is in BLOCKED, has closed it."""
+"""Imports only once the FIFO that BLOCKED names has a writer that closed it."""
 
 import os
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""`fullshard` called in this process, with what it and its children write kept apart.
+"""Runs `fullshard` in this process and captures its output and that of its children.
 
-Ranks and references that it starts are forked from a server that has torch imported.
+Ranks and references are forked from a server that has imported torch.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from support import forked
 
 @dataclass(frozen=True)
 class Done:
-    """How a command ended, and what it and its ranks wrote."""
+    """How a command ended, and the output of it and its ranks."""
 
     exit_code: int
     out: str
@@ -24,12 +24,12 @@ class Done:
 
     @property
     def json(self) -> Any:
-        """What --json printed."""
+        """The object that --json printed."""
         return json.loads(self.out)
 
 
 def call(folder: Path, *words: object, code: int | None = None) -> Done:
-    """Run a command that ends with this exit code; its output goes through files in `folder`."""
+    """Runs a command and checks its exit code; its output goes through files in `folder`."""
     from fullshard.cli.app import run
 
     with output_in(folder), forked.launching():
@@ -42,12 +42,12 @@ def call(folder: Path, *words: object, code: int | None = None) -> Done:
 
 @contextlib.contextmanager
 def output_in(folder: Path) -> Iterator[None]:
-    """Everything that this process and its children write goes to files `out` and `err`."""
+    """Redirects the output of this process and its children to the files `out` and `err`."""
     saved = [os.dup(number) for number in (1, 2)]
     with contextlib.ExitStack() as stack:
         for number, name in ((1, "out"), (2, "err")):
             os.dup2(stack.enter_context((folder / name).open("w")).fileno(), number)
-        # Streams of their own, which follow the descriptor when the command moves it for --json.
+        # New streams, which follow the descriptor when the command moves it for --json.
         streams = [stack.enter_context(open(number, "w", closefd=False)) for number in (1, 2)]
         try:
             with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):

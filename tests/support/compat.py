@@ -1,4 +1,4 @@
-"""A small model, its batches, and what one process makes of them: for scripts of other tools."""
+"""A small model, its batches, and the results of one process, for scripts of other tools."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-TOLERANCE = 2e-6  # float32, other orders of sums
+TOLERANCE = 2e-6  # float32, different order of sums
 STEPS = 4
 MAX_NORM = 0.5
 LR = 1e-2
 
 
 class TransformerBlock(nn.Module):
-    """A residual block, named as people name them."""
+    """A residual block with a common class name."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -46,33 +46,33 @@ class Net(nn.Module):
 
 
 def build(**arguments: Any) -> Net:
-    """The same model everywhere."""
+    """Builds equal models everywhere."""
     torch.manual_seed(0)
     return Net(**arguments)
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
-    """One rank's tokens of one step."""
+    """Returns one rank's tokens of one step."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randint(0, 13, (4, 7), generator=generator)
 
 
 def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    """Next-token loss of one rank's batch."""
+    """Returns the next-token loss of one rank's batch."""
     tokens = batch(step, rank)
     logits = model(tokens[:, :-1])
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of both sides."""
+    """Returns the optimizer of both sides."""
     return torch.optim.AdamW(model.parameters(), lr=LR)
 
 
 def train_alone(
     model: nn.Module, *, steps: int = STEPS, optimizer: Any = None, first: int = 0
 ) -> list[list[float]]:
-    """One process on all ranks' batches: each step's losses by rank."""
+    """Trains one process on all ranks' batches; returns each step's losses by rank."""
     optimizer = optimizer or adamw(model)
     found = []
     world = dist.get_world_size()
@@ -97,7 +97,7 @@ def train(
     clip: Clip | None = None,
     first: int = 0,
 ) -> list[float]:
-    """This rank's losses; `clip` defaults to torch's own clipping."""
+    """Returns this rank's losses; `clip` defaults to torch's clipping."""
     optimizer = optimizer or adamw(model)
     found = []
     for step in range(first, first + steps):
@@ -120,7 +120,7 @@ def assert_trains_as_one(
     clip: Clip | None = None,
     **arguments: Any,
 ) -> nn.Module:
-    """Losses of a wrapped model are those of one process; returns the wrapped model."""
+    """Checks a wrapped model's losses against one process; returns the wrapped model."""
     wanted = [losses[dist.get_rank()] for losses in train_alone(build(**arguments))]
     model = wrap(build(**arguments))
     found = train(model, clip=clip)
@@ -130,7 +130,7 @@ def assert_trains_as_one(
 
 
 def assert_same_state(found: dict[str, Any], wanted: dict[str, Any], tolerance: float = 1e-5):
-    """Names and values of two whole state dicts."""
+    """Compares names and values of two full state dicts."""
     assert list(found) == list(wanted)
     for name, value in wanted.items():
         assert found[name].shape == value.shape, name

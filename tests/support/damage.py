@@ -1,10 +1,10 @@
-"""Damage to a file, as a disk makes it."""
+"""Damages a file as a disk would."""
 
 from pathlib import Path
 
 
 def flip(path: Path, at: int = -1, mask: int = 1) -> None:
-    """Turn over these bits of one byte, in place: links to the file have them too."""
+    """Flips these bits of one byte in place, so that hard links to the file change too."""
     data = bytearray(path.read_bytes())
     data[at] ^= mask
     path.write_bytes(data)

@@ -1,4 +1,4 @@
-"""Small Hugging Face decoders in float64 all through: theirs make norms and positions float32."""
+"""Small Hugging Face decoders entirely in float64; the originals have float32 norms."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -10,7 +10,7 @@ from support.sizes import sizes_of
 
 SIZES = sizes_of(
     32, 48, 4, 2, layers=2, vocab_size=96, max_position_embeddings=64, pad_token_id=3
-)  # whose embedding torch does not train
+)  # torch does not train its embedding
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -19,7 +19,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-# The loop over experts, because the grouped product has no float64.
+# A loop over experts, because the grouped product does not support float64.
 EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 CONFIGS = {
     "llama": {"model_type": "llama", "rope_parameters": LLAMA3, "attention_bias": True},
@@ -31,7 +31,7 @@ CONFIGS = {
         "num_experts": 8,
         "moe_intermediate_size": 24,
         "attention_bias": True,
-        "pad_token_id": 3 - 96,  # torch counts from the end
+        "pad_token_id": 3 - 96,  # index 3, counted from the end
         **EXPERTS,
     },
 }
@@ -45,11 +45,11 @@ def config_of(name: str, **more: Any) -> Any:
 
 
 def build(config: Any, seed: int = 0) -> Any:
-    """With noise on every weight, so that ones and zeros hide nothing."""
+    """Adds noise to every weight, because ones and zeros would hide faults."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    with Wide():  # of the frequencies of rotary positions
+    with Wide():  # computes rotary frequencies in float64
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     with torch.no_grad():
         for param in model.parameters():
@@ -66,7 +66,7 @@ def build(config: Any, seed: int = 0) -> Any:
 
 
 def batches(num: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(ids, labels) of 12 sequences a step; ids of few values repeat, labels are ragged."""
+    """Returns (ids, labels) of 12 sequences a step; ids of few values repeat, labels are ragged."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for _ in range(num):

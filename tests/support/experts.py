@@ -1,4 +1,4 @@
-"""Mixtures of experts: transformers' with its expert parallelism, and layers with torch's own."""
+"""Mixtures of experts: transformers' with its expert parallelism, and layers in plain torch."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from support.models import hugging_face, perturbed
 from support.other_axes import LLAMA, WIDTH
 
-# ---- transformers' -------------------------------------------------------------------------------
+# ---- transformers --------------------------------------------------------------------------------
 
 
 def of(kind: str, **more: Any) -> nn.Module:
-    """A tiny model of transformers', whose products of grouped matrices have no float64."""
+    """Builds a tiny model of transformers, whose grouped products do not support float64."""
     model = hugging_face(kind, **LLAMA, **more)
     model.set_experts_implementation("eager")
     return model
@@ -33,7 +33,7 @@ def mixtral() -> nn.Module:
 
 
 def cut_as_transformers(model: nn.Module, ep: int, tp: int = 1) -> DeviceMesh:
-    """What transformers does for `DistributedConfig(ep_size, tp_size)`; returns its dense mesh."""
+    """Does what `DistributedConfig(ep_size, tp_size)` does; returns the dense mesh."""
     from transformers.distributed.expert_parallel import apply_expert_parallelism
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -48,11 +48,11 @@ def cut_as_transformers(model: nn.Module, ep: int, tp: int = 1) -> DeviceMesh:
     return dense
 
 
-# ---- torch's own way -----------------------------------------------------------------------------
+# ---- plain torch ---------------------------------------------------------------------------------
 
 
 class Experts(nn.Module):
-    """Matrices of all experts, and their products with rows that are sorted by expert."""
+    """Weights of all experts, and their products with rows sorted by expert."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -67,10 +67,10 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Each token takes one expert; the last expert of a starved mixture gets no token.
+    """Routes each token to one expert; the last expert of a starved mixture gets no token.
 
     Attributes:
-        skips: Whether the forward leaves experts out that got no token.
+        skips: Whether forward skips experts without tokens.
     """
 
     def __init__(self, count: int, *, starved: bool) -> None:
@@ -96,7 +96,7 @@ class Mixture(nn.Module):
         return rows if self.skips and not len(rows) else self.experts(rows, counts)
 
     def _exchange(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Sends each row to the rank of its expert, and gets the results back."""
+        """Sends each row to the rank of its expert and receives the results."""
         group = self.mesh.get_group()
         owned = [len(part) for part in torch.arange(len(counts)).chunk(self.mesh.size())]
         owned += [0] * (self.mesh.size() - len(owned))
@@ -116,7 +116,7 @@ class Mixture(nn.Module):
 
 
 class ExpertParallel(ParallelStyle):
-    """Cuts the parameters of experts along their first dimension, as torchtitan does."""
+    """Shards the parameters of experts along their first dimension, as torchtitan does."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def cut(_: str, inner: nn.Module, mesh: DeviceMesh) -> None:
@@ -128,7 +128,7 @@ class ExpertParallel(ParallelStyle):
 
 
 class MixtureNet(nn.Module):
-    """Dense layers and mixtures; five experts, which two ranks cannot share evenly."""
+    """Dense layers and mixtures; two ranks cannot divide its five experts evenly."""
 
     def __init__(self, count: int = 5) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ def mixture_net(count: int = 5) -> nn.Module:
 
 
 def spread(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cuts the experts of a net over a mesh of one axis."""
+    """Shards the experts of a net over a mesh of one axis."""
     for block in model.blocks:
         parallelize_module(block[1], mesh, {"experts": ExpertParallel()})
         block[1].mesh = mesh

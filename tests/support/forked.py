@@ -1,13 +1,13 @@
-"""Python processes forked from a server that has imported what they import: milliseconds each.
+"""Forks Python processes in milliseconds from a server that has their imports.
 
     Popen([sys.executable, "-u", "-m", MODULE, ...])     as subprocess.Popen, a real child
       |                                                  with its environment and streams
       `-> fork server (support/preload.py) -> one that ends -> the process, which we adopt;
                                                                its ranks come from a fork of it
 
-`from support import forked as subprocess` is all that a test needs. Modules that the server has
-imported are there from the start, so what tests imports or a fresh interpreter keeps to subprocess
-itself. A command of another program is started as ever.
+A test only needs `from support import forked as subprocess`. The server's modules are imported from
+the start, so tests of imports or of a new interpreter use the real subprocess. Commands of other
+programs are started as usual.
 """
 
 import atexit
@@ -50,17 +50,17 @@ TORCHRUN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subproc
 
 
 def server() -> Any:
-    """Start the server, if there is none yet; a context that forks from it."""
+    """Starts the server if there is none; a context in which processes are forked from it."""
     multiprocessing.set_forkserver_preload(["support.preload"])
     with pytest.MonkeyPatch.context() as patch:
-        # Before Python 3.13.1 the server has no other way to find modules, and says nothing.
+        # Before Python 3.13.1 the server finds modules only this way, and reports no error.
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
         forkserver.ensure_running()
     return multiprocessing.get_context("forkserver")
 
 
 def leave_server() -> None:
-    """Let go of the pipe whose end ends the server, which forked processes inherit."""
+    """Closes the inherited pipe whose end ends the server."""
     found = forkserver._forkserver  # type: ignore[attr-defined]
     if found._forkserver_alive_fd is not None:
         os.close(found._forkserver_alive_fd)
@@ -68,13 +68,13 @@ def leave_server() -> None:
 
 
 class Popen(subprocess.Popen):
-    """A process of this Python, forked."""
+    """A forked Python process."""
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
         if args[0] != sys.executable:
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
-        # As subprocess orders them: cwd, env; both ends of three pipes; the process group.
+        # In the order of subprocess: cwd, env; both ends of three pipes; the process group.
         cwd, env, (*pipes,), own_session, group = rest[4], rest[5], rest[9:15], *rest[-2:]
         ours, theirs = multiprocessing.Pipe()
         environment = dict(os.environ if env is None else env)
@@ -82,7 +82,7 @@ class Popen(subprocess.Popen):
             [os.fspath(word) for word in args[1:]],
             environment,
             str(cwd or Path.cwd()),
-            0 if own_session else group,  # a group of its own is all that tests need of a session
+            0 if own_session else group,  # tests need only the process group of a session
             os.getpid(),
             theirs,
         )
@@ -100,7 +100,7 @@ class Popen(subprocess.Popen):
 
 
 def run(command: list[str], *, timeout: float, **options: Any) -> CompletedProcess[Any]:
-    """As subprocess.run."""
+    """Like subprocess.run."""
     check = options.pop("check", False)
     if options.pop("capture_output", False):
         options |= {"stdout": PIPE, "stderr": PIPE}
@@ -117,13 +117,13 @@ def run(command: list[str], *, timeout: float, **options: Any) -> CompletedProce
 
 
 def module(*words: object, timeout: float = 110.0) -> CompletedProcess[str]:
-    """`python -m` with these words, to its end."""
+    """Runs `python -m` with these arguments until it ends."""
     command = [sys.executable, "-m", *map(str, words)]
     return run(command, timeout=timeout, capture_output=True, text=True)
 
 
 def result(*words: object, **how: Any) -> Any:
-    """What a command prints with --json, which must end without an error."""
+    """Returns the JSON that a command prints; it must end without an error."""
     done = module(*words, "--json", **how)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -131,7 +131,7 @@ def result(*words: object, **how: Any) -> Any:
 
 @contextlib.contextmanager
 def launching() -> Iterator[None]:
-    """Ranks and references that fullshard starts are forked, and torchrun's workers."""
+    """Forks ranks and references that fullshard starts, and torchrun's workers."""
     from fullshard.launch import fork_server, spawn
     from fullshard.verify import check as verify
 
@@ -146,7 +146,7 @@ def launching() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _adopting() -> Iterator[None]:
-    """Be the parent of grandchildren whose parent ends."""
+    """Makes this process the parent of grandchildren whose parent ends."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
@@ -158,7 +158,7 @@ def _adopting() -> Iterator[None]:
 def _become(
     words: list[str], env: dict[str, str], cwd: str, group: int, parent: int, pipe: Connection
 ) -> None:
-    """In the server's child: its own child is the process."""
+    """Forks the final process from the server's child."""
     streams = [reduction.recv_handle(pipe) for _ in range(3)]
     if os.fork():
         os._exit(0)
@@ -186,7 +186,7 @@ def _become(
 
 
 def _serve() -> None:
-    """Fork a server of this process's own: only what descends from it can be its child."""
+    """Forks a server from this process: only its descendants can become its children."""
     address = f"\0fullshard tests {os.getpid()}"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
@@ -206,7 +206,7 @@ def _serve() -> None:
 
 
 def _run(words: list[str]) -> int:
-    """Interpret a command line of Python; its exit code, once what happens at the end has."""
+    """Interprets a Python command line; returns its exit code after the exit handlers."""
     code = 0
     try:
         _interpret(words)
@@ -233,7 +233,7 @@ def _interpret(words: list[str]) -> None:
         if flag == "-W":
             warnings.simplefilter(words.pop(0))  # type: ignore[arg-type]
         first = [] if flag == "-P" else first
-    # A fresh interpreter would import it a second time, too, only later.
+    # A new interpreter would also import it a second time, but later.
     warnings.filterwarnings("ignore", ".*found in sys.modules after import", RuntimeWarning)
     path = os.environ.get("PYTHONPATH")
     sys.path[:0] = [*first, *(path.split(os.pathsep) if path else ())]

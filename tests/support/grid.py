@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
-DEPTHS = ((0, 0), (1, 1), (2, 2))  # of prefetch in forward and backward
+DEPTHS = ((0, 0), (1, 1), (2, 2))  # depths of prefetch in forward and backward
 
 
 def prefetching(strategy: str, depths: Iterable[tuple[int, int]] = DEPTHS) -> list[dict[str, Any]]:
@@ -48,7 +48,7 @@ def chequered(first: Iterable[Any], second: Iterable[Any], every: int = 2) -> li
     ]
 
 
-# Three ranks cut parameters at other places than two; one strategy suffices for these.
+# Three ranks cut parameters at different places than two; one strategy suffices.
 RANKED = marked(
     itertools.product(STRATEGIES, (2, 3)),
     lambda strategy, ranks: ranks == 2 or strategy == "full_shard",

@@ -1,6 +1,6 @@
-"""A training script of a user's own, with one fault: `python -m support.hang_job FAULT`.
+"""A user's training script with one fault: `python -m support.hang_job FAULT`.
 
-The fault lies in what users write: data that sleeps, a rank that is killed, a forward too many.
+The fault is in the user's code: data that sleeps, a rank that is killed, an additional forward.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ FAULT_AT = 3
 
 
 class Net(nn.Module):
-    """Four blocks of one size."""
+    """Four blocks of equal size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 def goes_wrong(step: int) -> bool:
-    """Whether this rank commits its fault now; the time of it is left for the test."""
+    """Whether this rank commits its fault now; records the time for the test."""
     if dist.get_rank() != FAULTY or step != FAULT_AT:
         return False
     if "FULLSHARD_LOG_DIR" in os.environ:
@@ -45,17 +45,17 @@ def goes_wrong(step: int) -> bool:
 
 
 def fill_the_side_store() -> None:
-    """Put what nobody asked for where the watchdogs of all ranks read."""
+    """Writes garbage into the store that all watchdogs read."""
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.PrefixStore("fullshard/watchdog/0", dist.TCPStore(*place, is_master=False))
     store.set("asked", "{not json")
     store.add("alarm", 1)
-    time.sleep(2.0)  # all have read it
+    time.sleep(2.0)  # all ranks have read it
     store.set("asked", '{"7": [[]]}')
 
 
 def read_batch(step: int, fault: str) -> torch.Tensor:
-    """What a data set of the user's does, and where it hangs."""
+    """A user's data set, which hangs here."""
     if goes_wrong(step):
         if fault == "garbage":
             fill_the_side_store()
@@ -64,21 +64,21 @@ def read_batch(step: int, fault: str) -> torch.Tensor:
         if fault == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         while fault == "lock":
-            ctypes.PyDLL(None).sleep(600)  # a C extension that keeps Python's lock
+            ctypes.PyDLL(None).sleep(600)  # a C extension that does not release the GIL
         if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "exit":
             os._exit(0)
     if fault == "exit" and step == FAULT_AT:
-        time.sleep(600)  # no collective that could fail
+        time.sleep(600)  # no collective can fail here
     if fault == "preempt" and step == FAULT_AT:
-        time.sleep(0 if dist.get_rank() == FAULTY else 2)  # one rank ends before the other
+        time.sleep(0 if dist.get_rank() == FAULTY else 2)  # one rank ends first
         raise PreemptedError("run: expected to reach its end, was asked to stop.")
     return torch.randn(2, 64)
 
 
 def train(fault: str) -> None:
-    """Six steps, one of which goes wrong on one rank."""
+    """Trains six steps; one rank goes wrong in one of them."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     wrap, transport = (lambda module: isinstance(module, nn.Linear)), (*sys.argv[2:], "direct")[0]

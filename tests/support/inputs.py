@@ -1,4 +1,4 @@
-"""Inputs of Hugging Face architectures: one batch of a rank in a step."""
+"""Inputs of Hugging Face architectures: the batch of one rank and step."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def token_ids(step: int, rank: int, length: int = 9) -> torch.Tensor:
 
 
 def language(step: int, rank: int) -> Batch:
-    """Ids as input and as labels; the last ones of every second sequence are masked."""
+    """Ids as input and as labels; the last labels of every second sequence are masked."""
     ids = token_ids(step, rank)
     mask = torch.ones_like(ids)
     mask[1, -2:] = 0
@@ -27,7 +27,7 @@ def unmasked(step: int, rank: int) -> Batch:
 
 
 def translation(step: int, rank: int) -> Batch:
-    """Another length on the side of the decoder."""
+    """The decoder's sequences have a different length."""
     return {**language(step, rank), "labels": token_ids(step + 7, rank, 5)}
 
 
@@ -46,9 +46,9 @@ def large_pictures(step: int, rank: int) -> Batch:
 
 
 def captioned_pictures(step: int, rank: int) -> Batch:
-    """Text and image; the loss compares them over the batch."""
+    """Text and images; the loss compares them over the batch."""
     ids = token_ids(step, rank)
-    ids[:, -1] = 2  # the end of text, whose state is the text's
+    ids[:, -1] = 2  # the end of text, whose hidden state represents the text
     whether: Any = True
     return {"input_ids": ids, "pixel_values": pictures(step, rank), "return_loss": whether}
 

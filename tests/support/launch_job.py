@@ -1,6 +1,6 @@
-"""What the ranks of launch tests run: `python -m support.launch_job WHAT [ARGUMENT ...]`.
+"""Jobs that ranks of launch tests run: `python -m support.launch_job WHAT [ARGUMENT ...]`.
 
-Only the jobs that need collectives import torch; the others start in a fraction of a second.
+Only jobs with collectives import torch; the others start in a fraction of a second.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ RANK = int(
 
 
 def meet(folder):
-    """All-reduce the ranks and leave the sum in a file a rank."""
+    """All-reduces the ranks' numbers and writes the sum to one file per rank."""
     import torch
     import torch.distributed as dist
 
@@ -36,7 +36,7 @@ def meet(folder):
 
 
 def meet_twice(folder):
-    """As `meet`, after another group, whose addresses the second one must not find."""
+    """Like `meet`, after another group whose addresses the second group must not find."""
     import torch.distributed as dist
 
     from fullshard.launch import rendezvous
@@ -47,7 +47,7 @@ def meet_twice(folder):
 
 
 def meet_again(folder):
-    """All-reduce after each start; one rank of either machine is killed in the first two."""
+    """All-reduces after each start; one rank of either machine is killed in the first two."""
     import torch
     import torch.distributed as dist
 
@@ -94,7 +94,7 @@ def prepare(how):
 
 
 def meet_on_gpus(folder):
-    """All-reduce on the GPU of this rank, and on the CPU beside it."""
+    """All-reduces on this rank's GPU and on its CPU."""
     import torch
     import torch.distributed as dist
 
@@ -111,32 +111,32 @@ def meet_on_gpus(folder):
 
 
 def speak():
-    """Say which rank this is on both streams."""
+    """Prints this rank's number to both streams."""
     print(f"stdout of rank {RANK}")
     print(f"stderr of rank {RANK}", file=sys.stderr)
 
 
 def imported(module):
-    """Say whether a module was imported before this job, on a stream that knows its file."""
+    """Reports whether a module was imported before this job, on a stream that knows its file."""
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     print(f"rank {RANK}: {module in sys.modules}")
 
 
 def draw_a_number():
-    """Draw from numpy's global generator."""
+    """Draws from numpy's global generator."""
     import numpy as np
 
     print(np.random.random())
 
 
 def draw():
-    """Draw what a progress bar draws, and say what terminal there is."""
+    """Prints a progress bar and the terminal's properties."""
     print(f"terminal {sys.stdout.isatty()} {shutil.get_terminal_size((1, 1)).columns}")
     sys.stdout.write("\x1b[32mstep 1\x1b[0m\rstep 2\r\x1b[2Kstep 3\n")
 
 
 def raise_on_rank_one(kind):
-    """Fail on rank 1 while the others sleep."""
+    """Fails on rank 1 while the others sleep."""
     from fullshard.errors import ConfigError, DataError, EngineError
 
     kinds = {"value": ValueError, "data": DataError, "engine": EngineError, "config": ConfigError}
@@ -147,7 +147,7 @@ def raise_on_rank_one(kind):
 
 
 def end_in_a_collective(how):
-    """Fail on rank 1 while rank 0 waits for it in a barrier, or end it without a word."""
+    """Fails on rank 1 while rank 0 waits in a barrier, or ends it silently."""
     import torch.distributed as dist
 
     from fullshard.launch import rendezvous
@@ -162,18 +162,18 @@ def end_in_a_collective(how):
 
 
 def raise_everywhere():
-    """Fail alike on every rank."""
+    """Fails with the same error on every rank."""
     raise ValueError("all say no")
 
 
 def exit_with(code):
-    """End rank 1 by sys.exit."""
+    """Ends rank 1 by sys.exit."""
     if RANK == 1:
         sys.exit(int(code))
 
 
 def die(name):
-    """Have rank 1 killed by a signal."""
+    """Has rank 1 killed by a signal."""
     if RANK == 1:
         print("the last words of rank 1")
         os.kill(os.getpid(), signal.Signals[name])
@@ -181,7 +181,7 @@ def die(name):
 
 
 def die_without_memory(counter):
-    """Have rank 1 killed as the kernel does where memory runs out, and counted."""
+    """Kills rank 1 like the kernel's OOM killer, and counts it in the group's file."""
     if RANK == 1:
         Path(counter).write_text("low 1\noom_kill 4\n")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -189,7 +189,7 @@ def die_without_memory(counter):
 
 
 def raise_on_a_full_disk():
-    """Fail where files of the launch's private folder can no more be written whole."""
+    """Fails when files of the launch's private folder cannot be written completely."""
     folder = Path(os.environ["FULLSHARD_LAUNCH_DIR"])
     for kind in ("failure_", "events_"):
         (folder / f"{kind}{RANK}").write_bytes(b"")
@@ -199,7 +199,7 @@ def raise_on_a_full_disk():
 
 
 def raise_without_the_folder():
-    """Fail where somebody has removed the launch's private folder."""
+    """Fails after the launch's private folder was removed."""
     from fullshard.errors import ConfigError
 
     shutil.rmtree(os.environ["FULLSHARD_LAUNCH_DIR"], ignore_errors=True)
@@ -209,7 +209,7 @@ def raise_without_the_folder():
 
 
 def ignore_sigterm(folder):
-    """Fail on rank 1; rank 0 refuses to be ended politely."""
+    """Fails on rank 1; rank 0 ignores SIGTERM."""
     if RANK == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         (Path(folder) / "deaf").touch()
@@ -220,7 +220,7 @@ def ignore_sigterm(folder):
 
 
 def fork_and_sleep(folder):
-    """Leave process ids of this rank and of a child in a file, then sleep; the end says so."""
+    """Writes process ids of this rank and a child to a file, sleeps, and reports its end."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     partial = Path(folder) / f"partial_{RANK}"
     partial.write_text(f"{os.getpid()} {child.pid}")
@@ -229,7 +229,7 @@ def fork_and_sleep(folder):
         try:
             partial.rename(Path(folder) / f"pids_{RANK}")
             while RANK == 0:
-                with contextlib.suppress(Exception):  # as libraries do while they import
+                with contextlib.suppress(Exception):  # as libraries do during import
                     time.sleep(600)
             time.sleep(600)
         except BaseException as error:
@@ -237,7 +237,7 @@ def fork_and_sleep(folder):
                 (Path(folder) / f"finally_{RANK}").touch()
             raise
 
-    if RANK == 0:  # as our own modules do
+    if RANK == 0:  # like our own modules
         from fullshard.launch.rank_entry import run_rank
 
         run_rank(sleep)
@@ -245,19 +245,19 @@ def fork_and_sleep(folder):
 
 
 def deaf(folder):
-    """Sleep through every polite signal; an interrupt leaves a file."""
+    """Sleeps and ignores every signal that can be ignored; an interrupt leaves a file."""
     signal.signal(signal.SIGINT, lambda *_: (Path(folder) / f"interrupted_{RANK}").touch())
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     fork_and_sleep(folder)
 
 
 def sleep_by_a_name_of_its_own():
-    """Hang."""
+    """Hangs."""
     time.sleep(600)
 
 
 def fail_to_save():
-    """Fail with a typed error of its own while being interrupted."""
+    """Fails with a typed error while it is interrupted."""
     from fullshard.errors import CheckpointError
 
     try:

@@ -1,6 +1,6 @@
-"""A launcher as a process of its own: `python -m support.launcher LOG_DIR WHAT [ARGUMENT ...]`.
+"""Runs a launcher as a process: `python -m support.launcher LOG_DIR WHAT [ARGUMENT ...]`.
 
-INTERRUPT_S in its environment is its patience with ranks that do not hear Ctrl-C; with FORKS, its
+INTERRUPT_S in its environment is how long it waits for ranks that ignore Ctrl-C. With FORKS, its
 ranks are forked from a server that imports the modules named there.
 """
 

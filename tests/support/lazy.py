@@ -1,7 +1,7 @@
 """Modules that are imported when they are first used.
 
-jax reads its environment when it is imported, so the process of the tests must not import it: what
-tests run on devices is in another process, which imports their files.
+jax reads its environment when it is imported, so the process of the tests must not import it. Tests
+run functions on devices in another process, which imports the test files.
 """
 
 import importlib
@@ -10,13 +10,13 @@ from typing import Any
 
 
 class Lazy:
-    """A module of this name; as its attributes, its modules too."""
+    """Imports the module of this name at first use; its attributes include its submodules."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # pytest looks for attributes of its own while it collects
+        if name.startswith("_"):  # pytest looks up its own attributes during collection
             raise AttributeError(name)
         module = importlib.import_module(self._name)
         if hasattr(module, name) or find_spec(f"{self._name}.{name}") is None:

@@ -1,4 +1,4 @@
-"""How large the tensors over a vocabulary are that a computation makes."""
+"""Measures the largest tensor over a vocabulary that a computation creates."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the most elements of a tensor that has a dim of the vocabulary's size."""
+    """Records the largest number of elements of a tensor with a dim of vocabulary size."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()

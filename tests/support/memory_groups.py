@@ -1,4 +1,4 @@
-"""Memory groups (cgroups) for tests, of either version, where this process may make them."""
+"""Memory groups (cgroups) for tests, version 1 or 2, if this process may create them."""
 
 import subprocess
 import uuid
@@ -15,7 +15,7 @@ FIRST, SECOND = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class MemoryGroup:
-    """A group with a limit.
+    """A memory group with a limit.
 
     Attributes:
         folder: Folder of the group.
@@ -36,7 +36,7 @@ class MemoryGroup:
         )
 
     def num_kills(self) -> int:
-        """Processes of the group that the kernel killed for memory."""
+        """Number of processes of the group that the kernel killed for memory."""
         name = "memory.oom_control" if FIRST.is_dir() else "memory.events"
         lines = (self.folder / name).read_text().splitlines()
         return int(dict(line.split() for line in lines)["oom_kill"])
@@ -44,7 +44,7 @@ class MemoryGroup:
 
 @contextmanager
 def memory_group(limit_bytes: int) -> Iterator[MemoryGroup]:
-    """Makes a group; skips the test, with the reason, where that is not possible."""
+    """Creates a group, or skips the test with the reason."""
     root, name = (FIRST, "memory.limit_in_bytes") if FIRST.is_dir() else (SECOND, "memory.max")
     folder = root / f"fullshard-{uuid.uuid4().hex[:8]}"
     try:

@@ -11,14 +11,14 @@ SIZES = sizes_of(32, 64, 2, layers=2, vocab_size=VOCABULARY, max_position_embedd
 
 
 def small_config(kind: str = "llama", **fields: Any) -> Any:
-    """A configuration of transformers of that model_type, with these fields and small ones."""
+    """Returns a small configuration of this model_type with these fields."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model(kind, **{**SIZES, **fields})
 
 
 def write_model(folder: Path, config: Any, text: str, *, seed: int = 0, sure: float = 1) -> None:
-    """A model with random weights, whose head is `sure` times as large, and a tokenizer of text."""
+    """Writes a tokenizer and a random model whose head is scaled by `sure`."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -33,7 +33,7 @@ def write_model(folder: Path, config: Any, text: str, *, seed: int = 0, sure: fl
 
 
 def write_chats(file: Path, count: int) -> str:
-    """Conversations of one question, with answers of many lengths; their text."""
+    """Writes conversations of one question, with answers of many lengths; returns their text."""
     lines = [
         {
             "messages": [

@@ -1,4 +1,4 @@
-"""Small models for parity tests, their data and their losses. Nothing of fullshard in it.
+"""Small models for parity tests, their data and their losses; imports nothing of fullshard.
 
 Every weight is perturbed, because ones and zeros hide faults: a norm's weight that was never
 gathered looks right while all of its elements are one.
@@ -15,18 +15,18 @@ from torch import nn
 from support.sizes import sizes_of
 
 Batch = dict[str, torch.Tensor]
-WIDTH = 12  # of the chains
+WIDTH = 12  # width of the chains
 VOCABULARY = 96
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model with what it is trained on.
+    """A model and its training data.
 
     Attributes:
-        build: Makes the model, the same one in every process.
-        batch: The arguments of forward in a step on a rank.
-        loss: The local loss of forward's output.
+        build: Builds the model, equal in every process.
+        batch: Arguments of forward, by step and rank.
+        loss: Local loss of forward's output.
         blocks: Class names of its blocks.
     """
 
@@ -36,18 +36,18 @@ class Case:
     blocks: tuple[str, ...]
 
     def work(self, model: nn.Module, step: int, rank: int, **options: Any) -> torch.Tensor:
-        """One forward, with more arguments than the batch, and backward; the loss."""
+        """Runs forward, with more arguments than the batch, and backward; returns the loss."""
         return backward_of(self.loss(model(**self.batch(step, rank), **options)))
 
 
 def backward_of(loss: torch.Tensor) -> torch.Tensor:
-    """Run backward; the loss, without its graph."""
+    """Runs backward; returns the loss without its graph."""
     loss.backward()
     return loss.detach()
 
 
 def perturbed(model: nn.Module, scale: float = 0.1, seed: int = 1) -> nn.Module:
-    """The model in training mode, with noise on all weights (tied ones once)."""
+    """Sets training mode and adds noise to all weights (tied ones once)."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for param in model.parameters():
@@ -57,7 +57,7 @@ def perturbed(model: nn.Module, scale: float = 0.1, seed: int = 1) -> nn.Module:
 
 
 def generator_of(step: int, rank: int) -> torch.Generator:
-    """Random numbers of one batch."""
+    """Returns the random generator of one batch."""
     return torch.Generator().manual_seed(1000 * step + rank + 7)
 
 
@@ -65,18 +65,18 @@ def generator_of(step: int, rank: int) -> torch.Generator:
 
 
 def tokens(step: int, rank: int) -> Batch:
-    """(2, 9) token ids, as input and as labels."""
+    """Returns (2, 9) token ids, as input and as labels."""
     ids = torch.randint(0, VOCABULARY, (2, 9), generator=generator_of(step, rank))
     return {"input_ids": ids, "labels": ids}
 
 
 def loss_of_output(output: Any) -> torch.Tensor:
-    """The loss that a Hugging Face model computes itself."""
+    """Returns the loss that a Hugging Face model computes."""
     return output.loss
 
 
 def hugging_face(model_type: str, **fields: Any) -> nn.Module:
-    """A causal language model with random weights, float64."""
+    """Builds a causal language model with random weights in float64."""
     import transformers
 
     torch.manual_seed(0)
@@ -93,7 +93,7 @@ LLAMA = {
 }
 
 
-# Of a run; its sizes divide over nothing.
+# Sizes of a run; no axis divides them evenly.
 ODD_LLAMA = sizes_of(36, 55, 3, 3, layers=2, model_type="llama", vocab_size=127)
 
 
@@ -103,17 +103,17 @@ def llama() -> nn.Module:
 
 
 def tied_llama() -> nn.Module:
-    """The embedding's weight is the head's too."""
+    """The head shares the embedding's weight."""
     return hugging_face("llama", **LLAMA, tie_word_embeddings=True)
 
 
 def large_ends_llama() -> nn.Module:
-    """Embedding and head are larger than a block, so that wrap=auto gives them units."""
+    """Embedding and head are larger than a block, so wrap=auto makes them units."""
     return hugging_face("llama", **{**LLAMA, "intermediate_size": 8, "vocab_size": 400})
 
 
 def mixture() -> nn.Module:
-    """Mixture of experts; the router's auxiliary loss enters every block from the side."""
+    """A mixture of experts; the router's auxiliary loss adds a gradient to every block."""
     return hugging_face(
         "qwen3_moe",
         intermediate_size=48,
@@ -131,7 +131,7 @@ def mixture() -> nn.Module:
 
 
 def t5() -> nn.Module:
-    """The first block of each stack makes a position bias that all others return as it is."""
+    """The first block of each stack computes a position bias, which all others return unchanged."""
     import transformers
 
     torch.manual_seed(0)
@@ -150,7 +150,7 @@ def t5() -> nn.Module:
 
 
 def albert() -> nn.Module:
-    """One layer, called four times in a forward."""
+    """One layer, called four times per forward."""
     import transformers
 
     torch.manual_seed(0)
@@ -172,7 +172,7 @@ def albert() -> nn.Module:
 
 
 class Residual(nn.Module):
-    """Two convolutions around a shortcut; odd numbers of channels, two kinds of norm."""
+    """Two convolutions and a shortcut; odd numbers of channels, two kinds of norm."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Residual(nn.Module):
         self.norm = nn.GroupNorm(1, 11)
         self.second = nn.Conv2d(11, channels, 3, padding=1, bias=False)
         self.batch_norm = nn.BatchNorm2d(channels)
-        self.gain = nn.Parameter(torch.ones(()))  # no dimensions
+        self.gain = nn.Parameter(torch.ones(()))  # zero-dimensional
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         hidden = nn.functional.silu(self.norm(self.first(images)))
@@ -188,7 +188,7 @@ class Residual(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """A stem, three residual blocks of which one is depthwise upsampled, and a classifier."""
+    """A stem, three residual blocks, one of them depthwise upsampled, and a classifier."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ def conv_net() -> nn.Module:
 
 
 def images(step: int, rank: int) -> Batch:
-    """Four images of 8 x 8 and their classes."""
+    """Returns four images of 8 x 8 and their classes."""
     generator = generator_of(step, rank)
     pixels = torch.randn(4, 3, 8, 8, generator=generator, dtype=torch.float64)
     return {"images": pixels, "labels": torch.randint(0, 10, (4,), generator=generator)}
@@ -221,7 +221,7 @@ def images(step: int, rank: int) -> Batch:
 
 
 class Block(nn.Module):
-    """A residual block whose backward needs its weights and its norm's."""
+    """A residual block whose backward needs its weights and its norm's weights."""
 
     def __init__(self, width: int = WIDTH, hidden: int = 19) -> None:
         super().__init__()
@@ -234,11 +234,11 @@ class Block(nn.Module):
 
 
 class Chain(nn.Module):
-    """Blocks in the order that each call names, between a stem and a head.
+    """Blocks in the order given by each call, between a stem and a head.
 
     Args:
-        num_blocks: Blocks that exist.
-        order: Which are called, in which order; None: each once, as registered.
+        num_blocks: Number of blocks.
+        order: Blocks to call, in order; None: each once, as registered.
     """
 
     def __init__(self, num_blocks: int = 4, order: Sequence[int] | None = None) -> None:
@@ -265,7 +265,7 @@ def chain(num_blocks: int = 4, order: Sequence[int] | None = None) -> nn.Module:
 
 
 def vectors(step: int, rank: int) -> Batch:
-    """(5, WIDTH) random vectors."""
+    """Returns (5, WIDTH) random vectors."""
     generator = generator_of(step, rank)
     return {"x": torch.randn(5, WIDTH, generator=generator, dtype=torch.float64)}
 
@@ -288,17 +288,17 @@ CHAIN = CASES["chain"]
 
 
 def float32_model(name: str) -> nn.Module:
-    """A case's model in float32."""
+    """Returns a case's model in float32."""
     return CASES[name].build().float()
 
 
 def float32_batch(name: str, step: int, rank: int, dtype: torch.dtype = torch.float32) -> Batch:
-    """A case's batch with floating point inputs in float32, which the engine casts, or another."""
+    """Returns a case's batch in float32, which the engine casts, or in another dtype."""
     made = CASES[name].batch(step, rank)
     return {key: v.to(dtype) if v.is_floating_point() else v for key, v in made.items()}
 
 
 def float32_case(name: str) -> Case:
-    """A case whose sums round, so that another order of them shows."""
+    """A case whose sums round, so that a different order of sums is visible."""
     build, batch = partial(float32_model, name), partial(float32_batch, name)
     return replace(CASES[name], build=build, batch=batch)

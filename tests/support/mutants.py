@@ -1,4 +1,4 @@
-"""Removes one statement at a time; if no test fails, it is unnecessary or untested."""
+"""Removes one statement at a time; a statement is needless or untested if no test fails then."""
 
 import ast
 import sys
@@ -72,7 +72,7 @@ def _called(call: ast.expr) -> str:
 
 
 def _is_event(node: ast.AST) -> bool:
-    """Whether it records an untimed event."""
+    """Whether the call records an untimed event."""
     return isinstance(node, ast.Call) and _called(node) == "event" and not node.keywords
 
 

@@ -1,8 +1,8 @@
 """An object store for tests: `objects://tmp/x` keeps its objects below the folder /tmp/x.
 
-It does what object stores do and no more. An object appears whole when it is closed, replaces an
-older one at once, and is read by ranges. There are no folders: a name is one as long as an object
-is below it. Nothing can be renamed, moved, copied or appended to.
+It supports only what object stores support. An object appears when it is closed, replaces an older
+one atomically, and is read by ranges. There are no folders: a name acts as one while objects are
+below it. Objects cannot be renamed, moved, copied or appended to.
 
 Processes find it through the entry point in `support/plugins`, as they would find s3fs.
 """
@@ -26,7 +26,7 @@ ON_REQUEST: list[Callable[[str, str], None]] = []  # called with each request an
 
 @contextmanager
 def at_request(number: int, do: Callable[[str, str], None]) -> Iterator[list[str]]:
-    """Calls `do` at the `number`-th request, before it is carried out; lists the requests."""
+    """Calls `do` before the `number`-th request is carried out; lists the requests."""
     made: list[str] = []
 
     def count(request: str, name: str) -> None:
@@ -47,7 +47,7 @@ def _ask(request: str, name: str) -> None:
 
 
 class _Upload:
-    """An object that is being sent."""
+    """An object in flight."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -78,7 +78,7 @@ class _Upload:
 
 
 class ObjectStore(AbstractFileSystem):
-    """See the module."""
+    """The store that the module describes."""
 
     protocol = "objects"
 

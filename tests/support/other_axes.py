@@ -1,4 +1,4 @@
-"""A model that torch parallelizes over a tensor axis, with sizes that do not divide."""
+"""A model that torch shards over a tensor axis, with sizes that do not divide evenly."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -32,7 +32,7 @@ def mesh_of(replicate: int = 1, shard: int = 2, tensor: int = 2) -> DeviceMesh:
 
 
 class Block(nn.Module):
-    """A norm on a part of the sequence, and two layers that are cut; sizes that do not divide."""
+    """A norm on a part of the sequence and two sharded layers; sizes do not divide evenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,13 +100,13 @@ def train_llama(model: nn.Module, step: int, seat: int) -> torch.Tensor:
 
 
 def full_gradients(model: nn.Module) -> dict[str, Any]:
-    """Over both axes."""
+    """Returns gradients gathered over both axes."""
     grads = {name: param.grad for name, param in model.named_parameters()}
     return {name: None if g is None else g.full_tensor() for name, g in grads.items()}
 
 
 def full_params(model: nn.Module) -> dict[str, Any]:
-    """Over both axes."""
+    """Returns parameters gathered over both axes."""
     return {name: param.detach().full_tensor() for name, param in model.named_parameters()}
 
 
@@ -117,11 +117,11 @@ def check_steps(
     kinds: Iterable[str],
     tensor: int = 1,
 ) -> None:
-    """Steps are those of one process; AdamW is made before sharding, and torch clips for it.
+    """Compares steps with one process; AdamW is made before sharding, torch clips for it.
 
     Args:
-        build: Makes the model.
-        cut: Cuts it over other axes; returns arguments of fs.shard.
+        build: Builds the model.
+        cut: Shards it over other axes; returns arguments of fs.shard.
         work: Forward and backward of a batch.
         kinds: Optimizers.
         tensor: Ranks that share a batch.
@@ -137,7 +137,7 @@ def check_steps(
         fs.shard(model, poison=True, **arguments)
         assert [(name, id(param)) for name, param in model.named_parameters()] == before
         made = partial(make_optimizer, kind)
-        whole = kind == "adafactor"  # it sees whole matrices
+        whole = kind == "adafactor"  # one process sees whole matrices
         optimizer = early or (fs.owned(model, made) if whole else made(model.parameters()))
         found = [
             finish_step(
@@ -156,7 +156,7 @@ def check_steps(
 
 
 def assert_numbers(model: nn.Module, alone: nn.Module, seats: int) -> None:
-    """Numbers of parameters and gradients are those of one process that summed all seats'."""
+    """Compares numbers of parameters and gradients with one process that sums all ranks."""
     for (name, one), ours in zip(alone.named_parameters(), model.parameters(), strict=True):
         one.grad /= seats
         for ask in ("sum", "mean", "std", "norm"):
@@ -172,7 +172,7 @@ def train_net(model: nn.Module, step: int, seat: int) -> torch.Tensor:
 
 
 def whole_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Weights and AdamW's states, whole, on every rank."""
+    """Returns full weights and AdamW states on every rank."""
     states = fs.full_optimizer_state_dict(model, optimizer, rank0_only=False)["state"]
     found = dict(fs.full_state_dict(model, rank0_only=False))
     return found | {f"{number}.{key}": v for number, s in states.items() for key, v in s.items()}

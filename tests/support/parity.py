@@ -1,7 +1,7 @@
-"""Training over the ranks of a pool, laid beside what one process computes.
+"""Trains on the ranks of a pool and compares with one process.
 
-Whole tensors are put together from `fs.sharding(p)` and `p.to_local()` with torch's own
-`all_gather_object`, so that the engine's transports and layouts have no part in the check.
+Full tensors are assembled from `fs.sharding(p)` and `p.to_local()` with torch's
+`all_gather_object`, so that the check is independent of the engine's transports and layouts.
 """
 
 from collections.abc import Callable
@@ -26,17 +26,17 @@ from support.reference import (
     train_alone,
 )
 
-_REFERENCES: dict[Any, list[Step]] = {}  # one process's results, shared by the checks of a rank
+_REFERENCES: dict[Any, list[Step]] = {}  # results of one process, cached for the checks of a rank
 
 
 def whole(
     model: nn.Module, locals_: dict[str, torch.Tensor | None]
 ) -> dict[str, torch.Tensor | None]:
-    """Put the ranks' pieces together, by parameter name. A collective.
+    """Assembles the ranks' slices by parameter name. A collective.
 
     Args:
-        model: Sharded.
-        locals_: This rank's elements of each tensor, None where there is no tensor.
+        model: The sharded model.
+        locals_: This rank's elements of each tensor; None if there is no tensor.
     """
     params = dict(model.named_parameters())
     mine: dict[str, tuple[int, int] | None] = {}
@@ -78,13 +78,13 @@ def _join(name: str, shape: tuple[int, ...], pieces: list[Any]) -> torch.Tensor 
 
 
 def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Every parameter's whole gradient. A collective."""
+    """Returns every full gradient. A collective."""
     grads = {n: p.grad for n, p in model.named_parameters()}
     return whole(model, {n: None if g is None else g.to_local() for n, g in grads.items()})
 
 
 def whole_params(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every whole parameter. A collective."""
+    """Returns every full parameter. A collective."""
     found = whole(model, {name: p.to_local() for name, p in model.named_parameters()})
     return {name: value for name, value in found.items() if value is not None}
 
@@ -92,7 +92,7 @@ def whole_params(model: nn.Module) -> dict[str, torch.Tensor]:
 def unlike_gradients(
     model: nn.Module, alone: nn.Module, *, rtol: float = 1e-10, atol: float = 1e-12
 ) -> list[str]:
-    """Parameters whose gradients are not those of one process, None included. A collective."""
+    """Returns parameters whose gradients differ from one process, None included. A collective."""
     found, wrong = whole_gradients(model), []
     for name, param in alone.named_parameters():
         ours, theirs = found[name], param.grad
@@ -104,7 +104,7 @@ def unlike_gradients(
 
 
 def backward_alone(loss_of: Callable[[int], torch.Tensor]) -> None:
-    """Backward of one process through the losses of each rank, whose mean is trained."""
+    """Runs backward in one process through the mean of the ranks' losses."""
     size = dist.get_world_size()
     for rank in range(size):
         (loss_of(rank) / size).backward()
@@ -118,13 +118,13 @@ def train_sharded(
     kind: str = "sgd",
     num_steps: int = NUM_STEPS,
 ) -> tuple[nn.Module, list[Step]]:
-    """Train on this pool; AdamW is made before sharding and clipped by torch.
+    """Trains on this pool; AdamW is made before sharding, and torch clips for it.
 
     Args:
         build: Makes the model.
         work: Forward and backward of one rank's batch in one step.
-        settings: Fields of ShardConfig; poison is on unless they say otherwise, and two ranks on a
-            CPU gather (transport direct), while more share a home.
+        settings: Fields of ShardConfig. Poison is on by default. Two ranks on a CPU gather with
+            transport direct; more ranks share a home.
         kind: "sgd" or "adamw".
         num_steps: Updates.
     """
@@ -154,7 +154,7 @@ def finish_step(
     gradients_of: Callable[[Any], dict[str, Any]] = whole_gradients,
     params_of: Callable[[Any], dict[str, Any]] = whole_params,
 ) -> Step:
-    """Gather the gradients, clip, update and gather the parameters. A collective."""
+    """Gathers the gradients, clips, updates and gathers the parameters. A collective."""
     gradients = gradients_of(model)
     if torch_clips:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
@@ -166,7 +166,7 @@ def finish_step(
 
 
 def mismatches(found: list[Step], wanted: list[Step], tolerance: float = TOLERANCE) -> list[str]:
-    """What differs, in words; empty where the ranks computed what one process computes."""
+    """Describes what differs from one process; empty if nothing does."""
     wrong = []
     rank = dist.get_rank()
     assert len(found) == len(wanted)
@@ -192,7 +192,7 @@ def mismatches(found: list[Step], wanted: list[Step], tolerance: float = TOLERAN
 
 
 def assert_same(found: list[Step], wanted: list[Step], tolerance: float = TOLERANCE) -> None:
-    """Losses, gradients, norms and parameters are those of one process."""
+    """Compares losses, gradients, norms and parameters with one process."""
     wrong = mismatches(found, wanted, tolerance)
     assert not wrong, "\n".join([f"{len(wrong)} differences, the first:", *wrong[:8]])
 
@@ -206,13 +206,13 @@ def assert_parity(
     kinds: tuple[str, ...] = ("sgd", "adamw"),
     tolerance: float = TOLERANCE,
 ) -> nn.Module:
-    """Three steps of each optimizer are those of one process; returns the last sharded model.
+    """Compares three steps of each optimizer with one process; returns the last sharded model.
 
     Args:
         build: Makes the model.
-        work: Forward and backward on a rank.
+        work: Runs forward and backward on a rank.
         settings: Fields of ShardConfig.
-        alone: What one process does for it; None: the same.
+        alone: Work of one process; None: the same.
         kinds: Optimizers.
         tolerance: Largest relative difference.
     """
@@ -233,7 +233,7 @@ def assert_parity(
 
 
 def assert_planned_events(model: nn.Module, step: int) -> None:
-    """The engine did in this step what its plan lists, event by event."""
+    """Checks that the events of this step are those of the plan."""
     engine = engine_of(model)
     done, planned = engine.recorder.events(step), engine.plan.events
     for at, (ours, theirs) in enumerate(zip(done, planned, strict=False)):

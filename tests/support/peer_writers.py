@@ -1,7 +1,7 @@
 """Checkpoints that DeepSpeed and Accelerate write: python peer_writers.py WHAT FOLDER RANK.
 
-Two ranks on gloo, on the CPU. Rank 0 also writes `reference.pt`: the whole state dict as the tool
-itself puts it together.
+Two ranks on gloo, on the CPU. Rank 0 also writes `reference.pt`: the full state dict that the tool
+itself assembles.
 """
 
 import os
@@ -17,7 +17,7 @@ WORLD_SIZE = 2
 
 
 class Net(nn.Module):
-    """Odd sizes; a buffer, a frozen parameter, and a bias that is alone in its group."""
+    """Odd sizes, a buffer, a frozen parameter, and a group that contains one bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def write_deepspeed(folder: Path, rank: int, stage: int) -> None:
 
 
 def write_accelerate(folder: Path, rank: int, kind: str) -> None:
-    """By Accelerate's own functions; its Accelerator takes FSDP on GPUs alone."""
+    """Uses Accelerate's functions; its Accelerator supports FSDP only on GPUs."""
     import accelerate
     from accelerate.utils import fsdp_utils
     from torch.distributed.fsdp import fully_shard
@@ -90,7 +90,7 @@ def write_accelerate(folder: Path, rank: int, kind: str) -> None:
         process_index=rank, num_processes=WORLD_SIZE, wait_for_everyone=torch.distributed.barrier
     )
     seat.is_main_process = rank == 0
-    accelerate.PartialState(cpu=True)  # their logger asks for one
+    accelerate.PartialState(cpu=True)  # its logger needs one
     fsdp_utils.save_fsdp_model(plugin, seat, model, str(folder / "theirs"))
     fsdp_utils.save_fsdp_optimizer(plugin, seat, optimizer, model, str(folder / "theirs"))
     state = {
@@ -105,7 +105,7 @@ def main() -> None:
     what, folder, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE))
     os.environ.update(LOCAL_WORLD_SIZE=str(WORLD_SIZE), LOCAL_SIZE=str(WORLD_SIZE))
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # asked for, not used
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # required, not used
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE
     )

@@ -1,4 +1,4 @@
-"""Packages that `make setup` does not install, fetched by the tests that need them."""
+"""Installs packages that `make setup` does not, for the tests that need them."""
 
 import hashlib
 import os
@@ -19,7 +19,7 @@ def with_site(*requirements: str) -> dict[str, str]:
 
 
 def site_of(*requirements: str) -> Path:
-    """Returns a folder for PYTHONPATH with these packages, without what they depend on.
+    """Returns a folder for PYTHONPATH with these packages, without their dependencies.
 
     The test is skipped, with pip's error, where the package index does not offer them.
     """

@@ -1,6 +1,6 @@
-"""What the fork server imports before it forks. Nothing here may start a thread.
+"""Imports of the fork server before it forks. They must not start a thread.
 
-Not jax, which reads its environment when it is imported.
+jax is not among them, because it reads its environment when it is imported.
 """
 
 import gc
@@ -20,8 +20,8 @@ import fullshard.run.on_torch
 import support.rank_worker
 
 __all__ = ["fullshard", "support", "torch", "transformers"]
-SERVER = os.getpid()  # the process that imported this
+SERVER = os.getpid()  # the process that imported this module
 fullshard.shard  # noqa: B018  the engine is imported at the first access
-get_checkpoint_conversion_mapping("llama")  # compiles 900 patterns, once a process
-# Ranks collect garbage after every body: not through the 400,000 objects of all these modules.
+get_checkpoint_conversion_mapping("llama")  # compiles 900 patterns, once per process
+# Ranks collect garbage after every body; freezing skips the 400,000 objects of these modules.
 gc.freeze()

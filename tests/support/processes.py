@@ -1,4 +1,4 @@
-"""Waiting for files and processes, with a deadline that fails the test."""
+"""Waits for files and processes, with a deadline that fails the test."""
 
 import os
 import socket
@@ -13,7 +13,7 @@ import psutil
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    """Return once the condition holds; AssertionError naming `what` otherwise."""
+    """Waits until the condition holds; otherwise raises AssertionError naming `what`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
@@ -21,7 +21,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> No
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens at."""
+    """Returns a port of this machine on which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -30,7 +30,7 @@ def free_port() -> int:
 def finished(
     *words: object, code: int = 0, run: Callable[..., Any] = subprocess.run, **how: Any
 ) -> subprocess.CompletedProcess[str]:
-    """A command that has ended with this code, and what it wrote."""
+    """Runs a command, checks its exit code and returns its output."""
     options = {"capture_output": True, "text": True, "timeout": 110, "check": False, **how}
     done = run([*map(str, words)], **options)
     assert done.returncode == code, done.stdout + done.stderr
@@ -38,25 +38,25 @@ def finished(
 
 
 def python(*words: object, **how: Any) -> subprocess.CompletedProcess[str]:
-    """The same of this Python."""
+    """Runs this Python like `finished`."""
     return finished(sys.executable, *words, **how)
 
 
 def newest_child() -> psutil.Process:
-    """The process that this one started last."""
+    """Returns the process that this one started last."""
     return max(psutil.Process().children(), key=psutil.Process.create_time)
 
 
 def close_folders(below: Path) -> None:
-    """Closes the open folders of this process at or below a place, and so ends their locks."""
+    """Closes open folders of this process at or below a path, which releases their locks."""
     for descriptor in [*Path("/proc/self/fd").iterdir()]:
-        # The listing has closed its own.
+        # The descriptor of the listing is already closed.
         if descriptor.is_dir() and descriptor.readlink().is_relative_to(below.resolve()):
             os.close(int(descriptor.name))
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and is more than a zombie."""
+    """Whether a process exists and is not a zombie."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -64,12 +64,12 @@ def is_running(pid: int) -> bool:
 
 
 def read_pids(folder: Path, num_ranks: int) -> list[int]:
-    """Process ids that the ranks of `fork_and_sleep` left, waited for."""
+    """Waits for and returns the process ids that ranks of `fork_and_sleep` wrote."""
     files = [folder / f"pids_{rank}" for rank in range(num_ranks)]
     wait_until(lambda: all(file.exists() for file in files), 90, "every rank has started")
     return [int(word) for file in files for word in file.read_text().split()]
 
 
 def assert_all_end(pids: Iterable[int], timeout_s: float = 30.0) -> None:
-    """No process of `pids` is left."""
+    """Waits until no process of `pids` is left."""
     wait_until(lambda: not any(map(is_running, pids)), timeout_s, "all processes have ended")

@@ -1,4 +1,4 @@
-"""A chain of layers on which programs of users run, and what a sharded model says of them."""
+"""A chain of layers on which users' programs run, and the errors of its sharded form."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,10 +30,10 @@ class Layer(nn.Module):
 
 
 class Chain(nn.Module):
-    """Layers that are units, and what comes before and after."""
+    """Layers that are units, between a stem and a head."""
 
     wrap = ("Layer",)
-    is_backwards = False  # its first step learns another order of units than the plan's
+    is_backwards = False  # its first step learns an order of units that differs from the plan's
 
     def __init__(self, layer: Callable[[], nn.Module] = Layer) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def said_of(build: Callable[[], nn.Module], work: Callable[[Any, torch.Tensor], Any]) -> list[str]:
-    """The errors of a program on this rank's batch, under each of SETTINGS."""
+    """Returns the errors of a program on this rank's batch, under each of SETTINGS."""
     said = []
     for settings in SETTINGS.values():
         model = made(build)

@@ -19,7 +19,7 @@ RATE = 0.5
 
 
 class TinyLm(nn.Module):
-    """Embedding, two blocks, head: enough for units of all kinds."""
+    """Embedding, two blocks and a head, so that each kind of unit exists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def tiny_model() -> TinyLm:
 
 
 def ragged_samples(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A global batch whose samples have 0 to LENGTH - 1 label tokens each."""
+    """Returns a global batch whose samples have 0 to LENGTH - 1 label tokens each."""
     generator = torch.Generator().manual_seed(100 + step)
     ids = torch.randint(0, VOCAB, (GLOBAL_BATCH, LENGTH), generator=generator)
     labels = ids.clone()
@@ -50,7 +50,7 @@ def ragged_samples(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class RaggedRecipe:
-    """This rank's part of the ragged samples; the loop has to count their tokens."""
+    """This rank's part of the ragged samples; the loop must count their tokens."""
 
     samples_per_step = GLOBAL_BATCH
     steps_per_epoch = 2
@@ -67,7 +67,7 @@ class RaggedRecipe:
         return [{"input_ids": ids[chosen], "labels": labels[chosen]} for chosen in mine]
 
     def held_out(self) -> Iterable[Batch]:
-        """One sample for rank 0, none that counts for the others."""
+        """Yields one sample for rank 0, and samples without labels for the others."""
         ids, labels = ragged_samples(1000)
         mine = labels[4:6].clone()
         if self._rank != 0:
@@ -84,7 +84,7 @@ class RaggedRecipe:
 
 
 class Rows:
-    """Keeps what the loop says."""
+    """Records the loop's rows."""
 
     def __init__(self) -> None:
         self.steps, self.evaluations, self.phases, self.saves = [], [], [], []

@@ -36,23 +36,23 @@ from _pytest.config import parse_warning_filter
 from support.forked import leave_server
 
 PR_SET_PDEATHSIG = 1
-COLLECTIVE_TIMEOUT = timedelta(minutes=20)  # far above a call's time-out, which names the stacks
+COLLECTIVE_TIMEOUT = timedelta(minutes=20)  # longer than a call's time-out
 
 
 @dataclass(frozen=True)
 class Seat:
-    """Which rank a process is, and where its pool keeps its files."""
+    """The rank of a process, and the folder of its pool."""
 
     rank: int
     world_size: int
-    port: int  # of the store that the first rank serves
+    port: int  # address of the store that the first rank serves
     folder: Path
     warning_filters: tuple[str, ...]
-    environment: dict[str, str]  # the fork server has that of its start
+    environment: dict[str, str]  # the fork server still uses the one of its start
 
     @property
     def dump_file(self) -> Path:
-        """Where the rank writes its stacks when asked."""
+        """Path of the file to which the rank writes its stacks on request."""
         return self.folder / f"stacks_{self.rank}.txt"
 
 
@@ -68,7 +68,7 @@ class Body:
 
 
 def serve(seat: Seat, pipe: Connection, listener: socket.socket | None) -> None:
-    """Join the process group, then run bodies until the pipe closes."""
+    """Joins the process group, then runs bodies until the pipe closes."""
     _die_with_parent()
     os.environ.clear()
     os.environ.update(seat.environment)
@@ -90,7 +90,7 @@ def serve(seat: Seat, pipe: Connection, listener: socket.socket | None) -> None:
 
 
 def _die_with_parent() -> None:
-    """End with the fork server, which ends when nobody holds the pipe that its starter made."""
+    """Ends with the fork server, which ends when its starter's pipe is closed everywhere."""
     leave_server()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -99,10 +99,10 @@ def _die_with_parent() -> None:
 
 
 def _let_each_other_work() -> None:
-    """Halves the processor time of ranks, where each worker of pytest has a core.
+    """Halves the ranks' processor time if each pytest worker has a core.
 
-    A thread that wakes interrupts no other: gloo's would spin while its rank, which it interrupted,
-    holds a lock. The ranks of a worker wait for each other, so they share its core.
+    A waking thread then preempts no other. gloo's thread would spin while the rank that it
+    preempted holds a lock. The ranks of a worker wait for each other, so they share its core.
     """
     if sys.platform == "linux":
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -110,7 +110,7 @@ def _let_each_other_work() -> None:
         if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")) >= len(cores):
             worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
             os.sched_setaffinity(0, {sorted(cores)[worker % len(cores)]})
-            os.sched_getaffinity = lambda _: cores  # as many processes prepare data as before
+            os.sched_getaffinity = lambda _: cores  # keeps the number of data processes
 
 
 def _store(seat: Seat, listener: socket.socket | None) -> Any:
@@ -161,12 +161,12 @@ def _run(seat: Seat, store: Any, body: Body) -> tuple[str, Any]:
 
 
 def _reset_torch() -> None:
-    """Give every body the same start: seeds, one thread, default modes."""
+    """Resets torch for every body: seeds, one thread, default modes."""
     import torch
     from torch.utils import _device
 
-    # `with torch.device(...)` knows constructors by the list that its first use keeps: a body that
-    # replaces one for a while must not be that first use, or the real one is missing ever after.
+    # The first use of `with torch.device(...)` caches a list of constructors. If a body replaced a
+    # constructor at that time, the real one would stay missing.
     _device._device_constructors()
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
@@ -179,21 +179,21 @@ def _reset_torch() -> None:
 
 
 def _leave_as_found(seat: Seat, store: Any, body: Body) -> None:
-    """Destroy the subgroups that the body made; join again if it left the pool's group."""
+    """Destroys subgroups that the body made, and joins the pool's group again if it left."""
     import torch.distributed as dist
 
     gc.collect()
-    gc.freeze()  # nor shall later bodies look through the modules that this one imported
-    # Who leaves a sharded model alive is told so, not whoever counts models next.
+    gc.freeze()  # later bodies' collections skip the modules that this one imported
+    # The test that leaves a sharded model alive fails, not the next test that counts them.
     hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
     assert not hooks, f"{body.qualname} left a sharded model alive"
     if not dist.is_initialized():
         _join_group(seat, store, f"after_{body.number}")
         return
-    if "torch.distributed.tensor" in sys.modules:  # its caches keep meshes, whose groups end here
+    if "torch.distributed.tensor" in sys.modules:  # caches meshes
         from torch.distributed.tensor import _redistribute, debug
 
-        for module in (debug, _redistribute):  # their names differ between torch's versions
+        for module in (debug, _redistribute):  # their names differ between torch versions
             for clear in ("_clear_sharding_prop_cache", "_gen_transform_infos"):
                 found = getattr(module, clear, list)
                 getattr(found, "cache_clear", found)()
@@ -216,13 +216,13 @@ def _find(body: Body) -> Any:
 
 
 def _import_by_file(body: Body) -> types.ModuleType:
-    """Import under the parent's module name, so that classes of the file pickle both ways."""
+    """Imports under the parent's module name, so that classes can be pickled both ways."""
     spec = importlib.util.spec_from_file_location(body.module, body.file)
     if spec is None:
         raise ImportError(f"{body.file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     file = Path(body.file)
-    # As pytest left it when it collected the file: `assert a == b` shows a and b here too.
+    # pytest rewrote the file when it collected it, so `assert a == b` shows a and b here too.
     code = _read_pyc(file, get_cache_dir(file) / f"{file.stem}{PYC_TAIL}")
     if code is None:
         source = file.read_bytes()

@@ -12,8 +12,8 @@
         ...
 
 Ranks are forked from a server that has imported torch (support/preload.py), so starting one takes
-milliseconds. The body is sent as (file, name) and imported on the rank. When a rank raises, hangs
-or dies, every other rank is heard or shown, the pool is killed, and the next call starts a new one.
+milliseconds. The body is sent as (file, name) and imported on the rank. If a rank raises, hangs or
+dies, the error shows the state of every rank, the pool is killed, and the next call starts another.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ DUMP_S = 2.0  # how long a rank may take to write its stacks
 
 
 class RankError(Exception):
-    """One or more ranks raised, hung or died; the message joins what every rank had to say."""
+    """One or more ranks raised, hung or died; the message joins the reports of all ranks."""
 
 
 @dataclass
@@ -65,12 +65,12 @@ class RankPool:
     def __call__(
         self, function: Callable[..., Any], *args: Any, timeout: float = 60.0
     ) -> list[Any]:
-        """Run `function(*args)` on every rank.
+        """Runs `function(*args)` on every rank.
 
         Args:
             function: a module-level function of a test file.
             *args: picklable, the same for every rank.
-            timeout: seconds after which the ranks are shown, killed and the call fails.
+            timeout: seconds after which the ranks' stacks are shown and the ranks are killed.
 
         Returns:
             The value of each rank, in rank order.
@@ -95,11 +95,11 @@ class RankPool:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the living ranks, in rank order; empty before the first call and after a failure."""
+        """Ids of living ranks, in rank order; empty before the first call and after a failure."""
         return [worker.process.pid or 0 for worker in self._workers]
 
     def close(self) -> None:
-        """Ask the ranks to end, and end those that do not."""
+        """Asks the ranks to end, and kills those that do not."""
         for worker in self._workers:
             with contextlib.suppress(OSError):
                 worker.pipe.send(None)
@@ -108,7 +108,7 @@ class RankPool:
         self.kill()
 
     def kill(self) -> None:
-        """End the ranks at once; the next call starts new ones."""
+        """Kills the ranks; the next call starts new ones."""
         for worker in self._workers:
             worker.process.kill()
         for worker in self._workers:
@@ -124,7 +124,7 @@ class RankPool:
         context = forked.server()
         self._folder = Path(tempfile.mkdtemp(prefix="ranks_"))
         common = self._folder, self._warning_filters, dict(os.environ)
-        # Not a file: ranks that wait for each other's keys would look every 10 ms, once a group.
+        # Not a file, which ranks would poll every 10 ms for each other's keys, for each group.
         with socket.create_server(("127.0.0.1", 0)) as listener:
             for rank in range(self.world_size):
                 seat = Seat(rank, self.world_size, listener.getsockname()[1], *common)
@@ -139,7 +139,7 @@ class RankPool:
         self._raise_failures(starts, "start of the pool", START_TIMEOUT_S)
 
     def _collect(self, timeout: float) -> dict[int, Any]:
-        """Drain every rank's pipe; after the first failure the others get a short grace."""
+        """Drains every rank's pipe; after the first failure the others get a short grace period."""
         deadline = time.monotonic() + timeout
         pending = {worker.pipe: worker for worker in self._workers}
         reports: dict[int, Any] = {}
@@ -160,7 +160,7 @@ class RankPool:
         return reports
 
     def _raise_failures(self, reports: dict[int, Any], name: str, timeout: float) -> None:
-        """Join what the ranks said, those that raised or died before those that wait for them."""
+        """Joins the reports, those of ranks that raised or died before those of waiting ranks."""
         failed = sorted(
             ((kind == "stuck", rank, kind, text) for rank, (kind, text) in reports.items())
         )
@@ -180,29 +180,29 @@ class RankPool:
 
 
 class RankPools:
-    """One pool a world size, alive side by side; idle ranks sleep in a read."""
+    """One pool per world size; idle ranks sleep in a read."""
 
     def __init__(self, warning_filters: Iterable[str]) -> None:
         self._warning_filters = tuple(warning_filters)
         self._pools: dict[int, RankPool] = {}
 
     def __call__(self, world_size: int) -> RankPool:
-        """The pool of `world_size` ranks."""
+        """Returns the pool of `world_size` ranks."""
         if world_size not in self._pools:
             self._pools[world_size] = RankPool(world_size, self._warning_filters)
         return self._pools[world_size]
 
     def close(self) -> None:
-        """End every pool."""
+        """Ends every pool."""
         for pool in self._pools.values():
             pool.close()
 
 
 def on_ranks(size: int | str, *, timeout: float = 60.0) -> Callable[[Any], Any]:
-    """A test that runs on every rank, with the fixtures and parameters that it names.
+    """Makes a test that runs on every rank, with the fixtures and parameters that it names.
 
     Args:
-        size: Number of ranks, or the name of the parameter that says it, which the test may lack.
+        size: Number of ranks, or the name of its parameter, which the body need not take.
         timeout: Seconds.
     """
 
@@ -235,7 +235,7 @@ def _body_of(function: Callable[..., Any], args: tuple[Any, ...], number: int) -
 
 
 def _stacks(worker: _Worker) -> str:
-    """Ask a rank that does not answer for the stacks of its threads."""
+    """Asks a rank that does not answer for the stacks of its threads."""
     if worker.process.pid is None or worker.process.exitcode is not None:
         return f"ended with exit code {worker.process.exitcode}\n"
     size = -1

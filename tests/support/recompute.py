@@ -1,4 +1,4 @@
-"""Training with recompute beside training without, bit for bit."""
+"""Compares training with recompute to training without, bit for bit."""
 
 import torch
 import torch.distributed as dist
@@ -10,11 +10,11 @@ from support.reference import make_optimizer
 
 NUM_STEPS = 3
 WRAPPED = "_checkpoint_wrapped_module."
-_WANTED = {}  # without recompute; of the checks of a rank
+_WANTED = {}  # results without recompute, cached for the checks of a rank
 
 
 def trained(make, work, settings, before=None, after=None):
-    """(loss, gradients, parameters) after each step, and how often linear layers ran."""
+    """Returns (loss, gradients, parameters) of each step, and how often linear layers ran."""
     model, calls = make(), []
     if before:
         before(model)
@@ -58,7 +58,7 @@ def is_same(one, other, tolerance=0.0):
 
 
 def compare(make, work, settings, tolerance=0.0, **ways):
-    """With and without recompute, the same settings."""
+    """Compares runs with and without recompute under the same settings."""
     try:
         key = (make, work, str(settings), torch.get_default_dtype())
         if key not in _WANTED:

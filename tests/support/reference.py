@@ -1,7 +1,7 @@
-"""What one process computes: the ranks' batches one after another. Nothing of fullshard in it.
+"""One process runs the ranks' batches one after another; imports nothing of fullshard.
 
-The ranks' local losses are kept apart, because a model with float32 islands gives another loss for
-one joined batch, by 1e-6, and that would be no fault of sharding.
+The ranks' local losses are separate, because the loss of one joined batch differs by 1e-6 for a
+model with float32 layers, which is no fault of sharding.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,13 @@ Work = Callable[[nn.Module, int, int], torch.Tensor]  # forward and backward of 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step leaves behind.
+    """Results of a step.
 
     Attributes:
-        losses: This process's losses, one a rank that it played.
-        gradients: Whole gradients by parameter name, before clipping; None as autograd left it.
+        losses: Losses of this process, one per simulated rank.
+        gradients: Full gradients by parameter name, before clipping; None if autograd set none.
         norm: The norm before clipping.
-        params: Whole parameters after the update.
+        params: Full parameters after the update.
     """
 
     losses: list[torch.Tensor]
@@ -37,8 +37,8 @@ class Step:
 def make_optimizer(kind: str, params: object) -> torch.optim.Optimizer:
     """SGD, AdamW or Adafactor with settings under which every gradient matters.
 
-    AdamW's eps is large: an update is gradient over root of its square, so that with the usual
-    1e-8 rounding noise in gradients that should be zero (a bias before a norm) moves weights.
+    AdamW's eps is large. An update divides the gradient by the root of its square. With the usual
+    1e-8, rounding noise in gradients that should be zero (a bias before a norm) moves weights.
     """
     if kind == "sgd":
         return torch.optim.SGD(params, lr=0.2, momentum=0.9, weight_decay=0.01)
@@ -55,12 +55,12 @@ def train_alone(
     kind: str = "sgd",
     num_steps: int = NUM_STEPS,
 ) -> list[Step]:
-    """Train as `world_size` ranks would, in this process.
+    """Trains in this process as `world_size` ranks would.
 
     Args:
         build: Makes the model.
         work: Forward and backward of one rank's batch in one step.
-        world_size: Ranks to play.
+        world_size: Number of simulated ranks.
         kind: "sgd", "adamw" or "adafactor".
         num_steps: Updates.
     """
@@ -82,7 +82,7 @@ def train_alone(
 
 
 def copy_of(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """A gradient that the next step does not change."""
+    """Copies a gradient, so that the next step does not change it."""
     return None if gradient is None else gradient.detach().clone()
 
 

@@ -1,4 +1,4 @@
-"""What a run left in its folder, and what comes between its start and its ranks."""
+"""Reads what a run wrote into its folder, and interferes between its start and its ranks."""
 
 import json
 import shutil
@@ -15,19 +15,19 @@ from fullshard.run import start
 
 
 def record_of(run: Path) -> dict[str, Any]:
-    """How it went."""
+    """Returns the record of a run."""
     return json.loads((run / "run.json").read_text())
 
 
 def numbers(run: Path, *kinds: str) -> dict[str, float]:
-    """Of these kinds, which are the losses and held-out losses unless told, by kind and step."""
+    """Returns metrics of these kinds by kind and step; by default, losses and held-out losses."""
     kinds = kinds or ("loss", "eval_loss")
     rows = [*read_rows(run / "metrics.jsonl")]
     return {f"{kind} {row['step']}": row[kind] for row in rows for kind in kinds if kind in row}
 
 
 def same_losses(fullshard: Callable[..., Any], folder: Path, *words: object) -> dict[str, float]:
-    """Runs a command on torch and on jax; the losses of both, which are the same."""
+    """Runs a command on torch and on jax; compares and returns the losses."""
     for backend in ("torch", "jax"):
         more = (f"backend={backend}", f"output_dir={folder / backend}")
         fullshard(*words, *more, code=0)
@@ -37,12 +37,12 @@ def same_losses(fullshard: Callable[..., Any], folder: Path, *words: object) -> 
 
 
 def losses(run: Path) -> dict[int, float]:
-    """By step."""
+    """Returns losses by step."""
     return {row["step"]: row["loss"] for row in read_rows(run / "metrics.jsonl") if "loss" in row}
 
 
 def other_cache_at_the_start(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    """Another teacher's logits of the same data take a cache's place before ranks are started."""
+    """Replaces a cache by another teacher's logits before the ranks start."""
     other = shutil.copytree(cache, cache.with_name("other"))
     values = np.load(other / "values.npy", mmap_mode="r+")
     values[:] *= 0.5

@@ -1,18 +1,18 @@
-"""People's training scripts, run twice: on shards over the ranks, and whole in one process.
+"""Users' training scripts, run twice: sharded over the ranks, and unsharded in one process.
 
     def script(run):                        # the lines as people write them
-        model = run.shard(run.model())      # the one line that sharding adds; whole: does nothing
+        model = run.shard(run.model())      # the only added line; does nothing in one process
         optimizer = torch.optim.AdamW(model.parameters())
         for step in range(3):
             run.loss(model, step).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return run.result(model, ...)       # its weights, and whatever the script logged
+        return run.result(model, ...)       # its weights and what the script logged
 
-    ranks(2)(compare, script)               # both give the same, to 1e-12 in float64
+    ranks(2)(compare, script)               # the results agree to 1e-12 in float64
 
-On a rank `run.loss` is the loss of the rank's own batch; in one process it is the mean of all
-ranks' losses, whose gradient is what the ranks' mean gradient should be.
+On a rank, `run.loss` is the loss of the rank's own batch. In one process it is the mean of all
+ranks' losses, whose gradient must equal the ranks' mean gradient.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class Tiny(nn.Module):
-    """Embedding, blocks and a head; a scale without dimensions, and a parameter never used.
+    """Embedding, blocks and a head; a zero-dimensional scale, and an unused parameter.
 
     Args:
         tied: Whether the head's weight is the embedding's.
@@ -79,8 +79,8 @@ class Run:
     """One side of a comparison.
 
     Args:
-        world_size: Ranks, or how many of them this process plays.
-        rank: This rank; None: one process plays all of them.
+        world_size: Number of ranks, real or simulated.
+        rank: This rank; None: one process simulates all.
     """
 
     def __init__(self, world_size: int, rank: int | None) -> None:
@@ -93,26 +93,26 @@ class Run:
 
     @property
     def ranks(self) -> range:
-        """The ranks whose batches this process works on."""
+        """Ranks whose batches this process uses."""
         return range(self.world_size) if self.rank is None else range(self.rank, self.rank + 1)
 
     def model(self, kind: Callable[..., nn.Module] = Tiny, **arguments: Any) -> nn.Module:
-        """A model of float64, the same everywhere."""
+        """Builds a model in float64, equal everywhere."""
         torch.manual_seed(0)
         return perturbed(kind(**arguments).double())
 
     def shard(self, model: nn.Module, **config: Any) -> nn.Module:
-        """Shard under poison; nothing in the one process."""
+        """Shards under poison; does nothing in one process."""
         if self.sharded:
             fs.shard(model, **{"poison": True, **config})
         return model
 
     def loss(self, model: nn.Module, step: int) -> torch.Tensor:
-        """Next-token loss: of this rank's batch, or the mean over all ranks."""
+        """Returns the next-token loss of this rank's batch, or the mean over all ranks."""
         return torch.stack([loss_of(model, step, rank) for rank in self.ranks]).mean()
 
     def result(self, model: nn.Module, **logged: Any) -> dict[str, Any]:
-        """What is compared: the weights by name, and what the script logged."""
+        """Returns the values to compare: the weights by name, and what the script logged."""
         state = fs.full_state_dict(model, rank0_only=False) if self.sharded else model.state_dict()
         return {"weights": {name: value.clone() for name, value in state.items()}, **logged}
 
@@ -121,14 +121,14 @@ Script = Callable[[Run], Any]
 
 
 def sharded_run(**config: Any) -> tuple[Run, Any]:
-    """This rank's side of a comparison, and a model that is sharded on it."""
+    """Returns this rank's side of a comparison, and its sharded model."""
     run = Run(torch.distributed.get_world_size(), torch.distributed.get_rank())
     return run, run.shard(run.model(), **config)
 
 
 @contextmanager
 def whole_parameters(seen: Callable[[list[nn.Parameter]], Any]) -> Iterator[None]:
-    """Inside, `seen` is called with the whole parameters of each owner's optimizer that steps."""
+    """Context that calls `seen` with the full parameters of each owner's optimizer step."""
 
     def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -143,25 +143,25 @@ def whole_parameters(seen: Callable[[list[nn.Parameter]], Any]) -> Iterator[None
 
 
 def bytes_with_gradients(params: Iterable[nn.Parameter]) -> int:
-    """Of parameters that have a gradient, with it."""
+    """Returns the bytes of parameters with a gradient, and of their gradients."""
     return sum(p.nbytes + p.grad.nbytes for p in params if p.grad is not None)
 
 
 def tokens_of(step: int, rank: int) -> torch.Tensor:
-    """(3, 5) token ids."""
+    """Returns (3, 5) token ids."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randint(0, NUM_TOKENS, (3, 5), generator=generator)
 
 
 def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    """Next-token loss of one rank's batch."""
+    """Returns the next-token loss of one rank's batch."""
     tokens = tokens_of(step, rank)
     scores = model(tokens[:, :-1])
     return nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def train(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 4) -> None:
-    """Plain steps: backward, update, gradients to None."""
+    """Runs plain steps: backward, update, gradients to None."""
     for step in range(num_steps):
         run.loss(model, step).backward()
         optimizer.step()
@@ -169,7 +169,7 @@ def train(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, num_step
 
 
 def both(script: Script) -> tuple[Any, Any]:
-    """What the script gives on this rank's shards, and what it gives in one process."""
+    """Returns the script's results on this rank's shards and in one process."""
     import torch.distributed as dist
 
     world_size = dist.get_world_size()
@@ -179,14 +179,14 @@ def both(script: Script) -> tuple[Any, Any]:
 
 
 def compare(script: Script, tolerance: float = TOLERANCE) -> None:
-    """Run the script on this rank's shards and in one process: both give the same."""
+    """Runs the script on this rank's shards and in one process, and compares the results."""
     found, wanted = both(script)
     problems = list(differences(found, wanted, tolerance))
     assert not problems, "\n".join(problems)
 
 
 def differences(found: Any, wanted: Any, tolerance: float, at: str = "result") -> Any:
-    """Every place where two nested results differ."""
+    """Returns every place where two nested results differ."""
     if isinstance(wanted, Mapping):
         assert list(found) == list(wanted), f"{at}: {list(found)} != {list(wanted)}"
         for key, value in wanted.items():
@@ -211,7 +211,7 @@ def _as_float64(value: Any) -> torch.Tensor:
 
 @contextmanager
 def counted(*names: str) -> Iterator[dict[str, MagicMock]]:
-    """Counts calls of functions of torch, each of which it still makes."""
+    """Counts calls of functions of torch, which still run."""
     with ExitStack() as stack:
         yield {
             name: stack.enter_context(patch.object(torch, name, wraps=getattr(torch, name)))
@@ -220,7 +220,7 @@ def counted(*names: str) -> Iterator[dict[str, MagicMock]]:
 
 
 def error_of(function: Callable[[], Any]) -> str:
-    """Class and text of the typed error that a call raises, or what it did instead."""
+    """Returns class and text of a call's typed error, or its result."""
     try:
         result = function()
     except FullshardError as error:
@@ -231,6 +231,6 @@ def error_of(function: Callable[[], Any]) -> str:
 
 
 def said_by(calls: Iterable[Callable[[], Any]]) -> list[str]:
-    """The text of the typed error that each call raises; of any other outcome, what it was."""
+    """Returns the text of each call's typed error, or a description of another outcome."""
     texts = [error_of(call) for call in calls]
     return [t if t.startswith(("UNTYPED", "NO ERROR")) else t.partition(": ")[2] for t in texts]

@@ -18,7 +18,7 @@ STEP = 1  # the second: everything was shared once
 
 
 def main() -> None:
-    """Train a few steps."""
+    """Trains a few steps."""
     file, rank, mark, when = sys.argv[1], int(sys.argv[2]), Mark[sys.argv[3]], sys.argv[4]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(file, 2), rank=rank, world_size=2)
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def die_at(mark: Mark, when: str) -> None:
-    """Kill this process when it would advance a mark."""
+    """Kills this process when it is about to advance a mark, or just after."""
     advance = Board.advance
 
     def last_words(self: Board, what: Mark, value: int) -> None:

@@ -1,4 +1,4 @@
-"""Sizes of a decoder, by the names that transformers gives them."""
+"""Sizes of a decoder under the names of transformers."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ def sizes_of(
     layers: int | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """Those that are given; `more` by their own names."""
+    """Returns the given sizes; `more` keeps its names."""
     named = {
         "hidden_size": hidden,
         "intermediate_size": inner,

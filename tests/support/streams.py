@@ -82,7 +82,7 @@ class Played(TorchDispatchMode, Ranges):
     def __init__(self, took: Callable[..., int] = lambda *_: 0) -> None:
         TorchDispatchMode.__init__(self)
         Ranges.__init__(self)
-        self.took = took  # (name of the operation, tensors, whether it copies to or from the host)
+        self.took = took  # (name, tensors, whether it copies to or from the host) -> time
         self.now = DEFAULT
         self.caller = ""  # stream of the caller of backward, if it is not that of the forward
         self.place = ""  # the running event
@@ -213,7 +213,7 @@ class Played(TorchDispatchMode, Ranges):
             self.join(stream, other)
         tick = self.tick(stream)
         self.touch(key, (0, 1 << 60), (True, stream, tick, f"{self.place} free"))
-        self.clocks[stream] = before | {stream: tick}  # only the free waited for others
+        self.clocks[stream] = before | {stream: tick}  # only the free waited for other streams
         self.log.pop(key)
         self.names.pop(key, None)
         self.hosts.discard(key)
@@ -228,7 +228,7 @@ class Played(TorchDispatchMode, Ranges):
             patch.object(stepping, "has_modes", lambda: False),
             patch.object(stepping, "queue_callback", self._queue_callback),
             patch.object(units, "gradient_hook", self._gradient_hook),
-            patch.object(units, "kept_tensors", lambda *_: []),  # which the mode's frames keep
+            patch.object(units, "kept_tensors", lambda *_: []),  # frames of the mode keep it alive
             Groups(self).in_place(),
             patch("fullshard.engine.norms.differing_counts", self._read_on_host),
             patch.object(disk.Disk, "load", disk.Disk.read),  # as to a device, at once

@@ -1,4 +1,4 @@
-"""The smallest model of stacked blocks, and a compiled step of it. Importing it starts no jax."""
+"""The smallest model of stacked blocks, and its compiled step. Importing it does not start jax."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ WIDTH, LAYERS = 64, 6
 
 
 def compiled(config, shard=2, num_layers=LAYERS):
-    """A compiled step of tanh layers, its plan, and a way to run it."""
+    """Returns a compiled step of tanh layers, its plan, and a function that runs it."""
     shapes = {"layers": {"w": jax.ShapeDtypeStruct((num_layers, WIDTH, WIDTH), jnp.float32)}}
     mesh = fj.make_mesh(1, shard, devices=jax.devices()[:shard])
     plan = fj.plan(shapes, config, mesh, blocks=["layers"])

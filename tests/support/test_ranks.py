@@ -1,4 +1,4 @@
-"""The standing pool of ranks keeps its promises: values, failures, hangs, deaths, cleanliness."""
+"""The standing pool of ranks: values, failures, hangs, deaths, cleanliness."""
 
 import os
 import random
@@ -16,7 +16,7 @@ from support.ranks import RankError, RankPool, on_ranks
 
 @pytest.fixture
 def pool(pytestconfig: pytest.Config):
-    """A pool of the test's own, so that failures do not cost the session's pool."""
+    """A pool for one test, so that failures do not end the session's pool."""
     pool = RankPool(2, pytestconfig.getini("filterwarnings") or ["error"])
     yield pool
     pool.close()
@@ -112,7 +112,7 @@ def test_each_call_starts_from_the_same_seed_on_one_thread(ranks):
     assert first[0][2] == 1
 
 
-def test_what_a_body_leaves_behind_is_gone_at_the_next_call(ranks):
+def test_leftovers_of_a_body_are_gone_at_the_next_call(ranks):
     before = ranks(2)(state)
     ranks(2)(leave_a_mess)
     assert ranks(2)(state) == before == [(1, "torch.float32", False)] * 2
@@ -141,7 +141,7 @@ def test_an_error_of_one_rank_is_shown_before_the_ranks_that_wait_for_it(pool, m
         (leave_a_model, "leave_a_model left a sharded model alive"),
     ],
 )
-def test_what_a_rank_does_wrong_is_a_failure(ranks, body, said):
+def test_a_misbehaving_rank_fails_the_call(ranks, body, said):
     with pytest.raises(RankError, match=said):
         ranks(1)(body)
 
@@ -155,7 +155,7 @@ def test_errors_of_all_ranks_are_joined_and_the_pool_starts_again_after_them(poo
     assert len(pool(process_id)) == 2
 
 
-def test_a_hang_is_a_failure_with_the_stacks_of_the_rank(pool):
+def test_a_hang_fails_with_the_stacks_of_the_rank(pool):
     pool(process_id)
     started = time.monotonic()
     with pytest.raises(RankError) as caught:
@@ -181,6 +181,6 @@ def leave_a_file(tmp_path):
     (tmp_path / f"{dist.get_rank()}").touch()
 
 
-def test_a_test_may_be_its_own_body(ranks, tmp_path):
+def test_a_test_function_can_be_its_own_body(ranks, tmp_path):
     leave_a_file(ranks=ranks, tmp_path=tmp_path, size=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]

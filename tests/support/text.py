@@ -1,4 +1,4 @@
-"""Seeded text for tests: it has structure beyond neighbouring words, and is the same everywhere."""
+"""Seeded text for tests: equal everywhere, with structure beyond neighbouring words."""
 
 import random
 
@@ -8,7 +8,7 @@ PLACES = ("harbour", "market", "orchard", "station", "tower")
 
 
 def seeded_text(num_sentences: int, seed: int = 0) -> str:
-    """Sentences in which a name and a thing come back; about 75 characters each."""
+    """Returns sentences, each about 75 characters, in which a name and a thing recur."""
     chance = random.Random(seed)
     lines: list[str] = []
     for _ in range(num_sentences):

@@ -1,4 +1,4 @@
-"""Traces of models that tests share: commands of one process plan the same few models."""
+"""Caches traces of models, because commands of one process plan the same few models."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ _KNOWN: dict[Any, Any] = {}
 
 @contextlib.contextmanager
 def traced_once() -> Iterator[None]:
-    """A model is traced once a process, with each setting that a tracer knows."""
+    """Traces a model once per process with each setting of the tracer."""
 
     def once(name: str) -> Any:
         trace = getattr(Tracer, name)

@@ -1,4 +1,4 @@
-"""What tests beside other libraries' trainers share: launched scripts, small models, words."""
+"""Helpers of tests of other libraries' trainers: launched scripts, small models, words."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ from support import forked
 def launched(
     folder: Path, script: Path, *words: object, run: Callable[..., Any] = forked.run, **how: Any
 ) -> str:
-    """What a script writes to standard output on two ranks that `fullshard launch` starts."""
+    """Runs a script on two ranks of `fullshard launch`; returns its standard output."""
     command = [sys.executable, "-m", "fullshard", "launch", "--nproc-per-node", "2"]
     command += [str(word) for word in ("--log-dir", folder / "logs", script, *words)]
     options = {"timeout": 290, "env": os.environ, **how}
@@ -22,7 +22,7 @@ def launched(
 
 
 def word_tokenizer(num_words: int) -> Any:
-    """A tokenizer of w0, w1 and so on, behind three special tokens."""
+    """Returns a tokenizer of w0, w1 and so on, after three special tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -35,7 +35,7 @@ def word_tokenizer(num_words: int) -> Any:
 
 
 def llama_config(num_words: int, **fields: Any) -> Any:
-    """Two layers."""
+    """Returns the configuration of a Llama with two layers."""
     from transformers import LlamaConfig
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

@@ -1,8 +1,8 @@
-"""Models as their users write them, in Linen, NNX, Equinox and plain JAX, and steps of them.
+"""Users' models in Linen, NNX, Equinox and plain JAX, and their steps.
 
-Each is (parameters, loss) as `fullshard.jax` takes them. `alone` trains one on a single device with
-nothing of fullshard: the parts of the global batch run side by side under `vmap`, so that a named
-axis exists for BatchNorm, and part i has the documented key of part i.
+Each is (parameters, loss) for `fullshard.jax`. `alone` trains one on a single device without
+fullshard. The parts of the global batch run under `vmap`, so that BatchNorm finds a named axis, and
+part i uses the documented key of part i.
 """
 
 from collections.abc import Callable
@@ -22,10 +22,10 @@ AXES = ("replicate", "shard")
 
 @dataclass(frozen=True)
 class UserModel:
-    """What a user hands to fullshard.jax.
+    """A user's arguments of fullshard.jax.
 
     Attributes:
-        params: Whole parameters.
+        params: Unsharded parameters.
         loss: (how to run the blocks, names of the batch's axes) -> loss function.
         blocks: Paths of stacked layers.
         freeze: Globs of frozen arrays.
@@ -42,7 +42,7 @@ class UserModel:
 
 
 def images(at: int) -> dict[str, np.ndarray]:
-    """A global batch of small images and labels."""
+    """Returns a global batch of small images and labels."""
     draw = np.random.default_rng(at)
     x = draw.normal(size=(SAMPLES, 8, 8, 2))
     return {"x": x, "y": draw.integers(0, CLASSES, SAMPLES)}
@@ -81,7 +81,7 @@ def linen_cnn(param_dtype: Any = jnp.float64, dtype: Any = jnp.float64) -> UserM
 
 
 def nnx_vit() -> UserModel:
-    """A vision transformer: stacked blocks with dropout, BatchNorm before the head."""
+    """A vision transformer: stacked blocks with dropout, and BatchNorm before the head."""
     from flax import nnx
 
     kind = {"param_dtype": jnp.float64, "dtype": jnp.float64}
@@ -140,7 +140,7 @@ def nnx_vit() -> UserModel:
 
 
 def nnx_classifier(rngs: Any) -> Any:
-    """An embedding, a mean and a layer, as the tutorial's."""
+    """An embedding, a mean and a layer, as in the tutorial."""
     from flax import nnx
 
     embed = nnx.Embed(50, 16, rngs=rngs)
@@ -166,7 +166,7 @@ def equinox_mlp() -> UserModel:
 
 
 def equinox_batchnorm() -> UserModel:
-    """Its running state is the state's variables; the batch axis is vmap's and the devices'."""
+    """BatchNorm whose variables are its running state; vmap and devices name its axis."""
     import equinox as eqx
 
     import fullshard.jax as fj
@@ -242,7 +242,7 @@ def rnn() -> UserModel:
 
 
 def experts() -> UserModel:
-    """A mixture of experts: top-1 routing, the carry is (x, load-balancing loss)."""
+    """A mixture of experts with top-1 routing; the carry is (x, load-balancing loss)."""
     num = 4
     params = {
         "embed": normal(0, 128, WIDTH),
@@ -279,11 +279,11 @@ def experts() -> UserModel:
 
 
 def diffusion() -> UserModel:
-    """Predicts noise; the time multiplies by what is named `bias` and is added as `scale`."""
+    """Predicts noise; the time is multiplied by a `bias` and added to a `scale`."""
     params = {
         "in": normal(0, 128, WIDTH),
         "layers": {
-            "bias": 1 + normal(1, LAYERS, WIDTH),  # multiplied, whatever its name
+            "bias": 1 + normal(1, LAYERS, WIDTH),  # multiplied, despite its name
             "scale": normal(2, LAYERS, WIDTH),  # added
             "w": normal(3, LAYERS, WIDTH, WIDTH),
         },
@@ -312,7 +312,7 @@ def diffusion() -> UserModel:
 
 
 def lora() -> UserModel:
-    """A frozen base, in and outside of blocks, and trained adapters."""
+    """Trained adapters over a frozen base, inside and outside of blocks."""
     params = {
         "base": {"embed": normal(0, 128, WIDTH), "head": normal(1, WIDTH, CLASSES)},
         "layers": {
@@ -339,7 +339,7 @@ def lora() -> UserModel:
 
 
 def mixed() -> UserModel:
-    """Parameters in bfloat16 that Linen computes with in float32."""
+    """Parameters in bfloat16; Linen computes in float32."""
     return linen_cnn(jnp.bfloat16, jnp.float32)
 
 
@@ -357,7 +357,7 @@ MODELS: dict[str, Callable[[], UserModel]] = {
 
 
 def planned_step(model: UserModel, tx: Any, config: Any, mesh: Any) -> tuple[Any, Any]:
-    """A plan of a model, and its step."""
+    """Returns a plan of a model and its step."""
     import fullshard.jax as fj
 
     plan = fj.plan(model.params, config, mesh, blocks=model.blocks, freeze=model.freeze)
@@ -369,7 +369,7 @@ def planned_step(model: UserModel, tx: Any, config: Any, mesh: Any) -> tuple[Any
 
 
 def moved(plan: Any, step: Any, state: Any, batch: Any, **more: Any) -> tuple[Any, Any]:
-    """Collectives of a step, as compiled and as planned."""
+    """Returns the collectives of a step, as compiled and as planned."""
     import fullshard.jax as fj
 
     census = fj.census(step.compile(state, step.place(batch), **more))
@@ -378,13 +378,19 @@ def moved(plan: Any, step: Any, state: Any, batch: Any, **more: Any) -> tuple[An
 
 
 def trainable(plan: Any, params: Any) -> tuple[Any, Any]:
-    """The trained arrays of a tree, and all others; None stands in each other's places."""
+    """Splits a tree into trained and other arrays, with None in the place of the others."""
     mine = plan.with_arrays(lambda array, leaf: leaf if array.trainable else None, params)
     return mine, plan.with_arrays(lambda array, leaf: None if array.trainable else leaf, params)
 
 
+def apart(trees: Any) -> float:
+    """Returns the largest difference of two trees' leaves."""
+    pairs = zip(*map(jax.tree.leaves, trees), strict=True)
+    return max((np.abs(np.subtract(a, b, dtype=float)).max() for a, b in pairs), default=0.0)
+
+
 def scan_alone(block: Any, x: Any, stacked: Any, inputs: Any = None) -> Any:
-    """The blocks in a Python loop."""
+    """Runs the blocks in a Python loop."""
     for at in range(len(jax.tree.leaves(stacked)[0])):
         layer, given = jax.tree.map(lambda leaf: leaf[at], (stacked, inputs))  # noqa: B023
         x = block(layer, x) if inputs is None else block(layer, x, given)
@@ -394,7 +400,7 @@ def scan_alone(block: Any, x: Any, stacked: Any, inputs: Any = None) -> Any:
 def alone(
     model: UserModel, params: Any, tx: Any, num_steps: int, num_parts: int, trainable: Any
 ) -> tuple[list[float], list[np.ndarray], Any]:
-    """Losses, final parameters and variables of one device, with the parts under `vmap`."""
+    """Returns losses, final parameters and variables of one device; parts run under `vmap`."""
     loss_fn = model.loss(scan_alone, "parts")
     tx = optax.with_extra_args_support(tx)
 
@@ -439,5 +445,5 @@ def alone(
 
 
 def _over_parts(leaf: Any) -> Any:
-    """The mean of a floating-point variable; others are those of the first part."""
+    """Averages floating-point variables; others are those of the first part."""
     return lax.pmean(leaf, "parts") if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf

@@ -1,6 +1,6 @@
-"""A model of stacked blocks in JAX, its batches, and training it on one device without fullshard.
+"""A model of stacked blocks in JAX, its batches, and its training on one device without fullshard.
 
-Shapes are odd on purpose: some arrays divide over no number of devices, one is padded.
+Shapes are deliberately odd: no number of devices divides some arrays, and one is padded.
 """
 
 from functools import cache
@@ -17,7 +17,7 @@ BLOCKS = ("layers",)
 
 
 def init_fn(key: Any, dtype: Any = jnp.float64) -> Any:
-    """Parameters; `wide` (257, 257) divides nowhere and is large, `odd` (7,) is small."""
+    """Creates the parameters; `wide` (257, 257) is large and padded, `odd` (7,) is small."""
     keys = iter(jax.random.split(key, 8))
 
     def normal(*shape: int) -> jax.Array:
@@ -41,7 +41,7 @@ def block(layer: Any, x: jax.Array) -> jax.Array:
 
 
 def head_loss(params: Any, x: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
-    """Summed cross-entropy over labels that are not -100, and their number."""
+    """Returns cross-entropy summed over labels other than -100, and their number."""
     logits = (x @ params["head"] + params["wide"][0, :VOCABULARY])[:, :-1]
     labels = batch["labels"][:, 1:]
     counts = labels != -100
@@ -51,7 +51,7 @@ def head_loss(params: Any, x: jax.Array, batch: Any) -> tuple[jax.Array, jax.Arr
 
 
 def batches(num: int, samples: int = 48, vocabulary: int = VOCABULARY) -> list[dict[str, Any]]:
-    """Tokens with ragged labels: a mean of means is another number than the mean."""
+    """Returns tokens with ragged labels, so that a mean of means differs from the mean."""
     generator = np.random.default_rng(0)
     found = []
     for _ in range(num):
@@ -69,7 +69,7 @@ def optimizer() -> optax.GradientTransformation:
 
 @cache
 def reference(num_steps: int) -> tuple[list[float], list[np.ndarray]]:
-    """Losses and final parameters of plain jax on one device, layers in a Python loop."""
+    """Returns losses and final parameters of plain jax on one device, layers in a Python loop."""
     tx = optimizer()
 
     def loss(params: Any, batch: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""A tiny configuration, and `fullshard` called in this process (its ranks are real processes)."""
+"""A tiny configuration, and `fullshard` in this process with real rank processes."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def _traces():
 
 @pytest.fixture(scope="session")
 def write_config():
-    """Writes the tiny configuration and its text into a folder; the run goes to FOLDER/run."""
+    """Writes the tiny configuration and its text into a folder; the run uses FOLDER/run."""
 
     def write(folder):
         text = folder / "text.txt"

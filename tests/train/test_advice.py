@@ -1,4 +1,4 @@
-"""Each advice of the plan, followed, does what it said: runs on ranks with a memory limit."""
+"""Advice of the plan has the promised effect: runs with a memory limit follow it."""
 
 import pytest
 import torch.distributed as dist
@@ -21,13 +21,13 @@ from fullshard.run.outlook import job_of, view_of
 
 TOLERANCE = 0.03
 PLENTY = 1 << 40
-# Of what a replicated llama without recompute needs: what there is to change gets less and less.
+# Shares of the memory of a replicated llama without recompute, which need ever more changes.
 SHARES = (0.85, 0.6, 0.4)
 AUTO = ["strategy=auto", "per_device_train_batch_size=auto", "train_batch_size=8"]
 
 
 def told(words, memory_bytes):
-    """What `fullshard plan` says of a configuration on a device of this size."""
+    """Returns the output of `fullshard plan` for a device of this size."""
     config = load_config(None, words).config
     model = model_on_meta(config, given_model_config(config))
     world_size = dist.get_world_size()
@@ -43,13 +43,13 @@ def told(words, memory_bytes):
 
 
 def measured(words):
-    """The peak of a run."""
+    """Returns the peak of a run."""
     config = load_config(None, words).config
     return live_peak_bytes(lambda: train(config))
 
 
 def followed(share, count):
-    """Runs a job that does not fit, then the first `count` advices as one would write them."""
+    """Runs a job that does not fit, then follows its first `count` advices as a user would."""
     words = MemoryCase("llama", "no_shard", "none").words()
     needed, _ = told(words, PLENTY)
     memory_bytes = round(share * needed.peak_bytes[Place.DEVICE])
@@ -75,11 +75,11 @@ def followed(share, count):
 @pytest.mark.parametrize(
     ("share", "count"), [(0.85, 1), *(pytest.param(s, 9, marks=pytest.mark.slow) for s in SHARES)]
 )
-def test_what_is_advised_fits_and_takes_what_was_said(ranks, share, count):
+def test_following_advice_makes_a_run_fit_within_the_predicted_memory(ranks, share, count):
     found = ranks(2)(followed, share, count, timeout=500)
     limit = found[0]["memory"]
     assert found[0]["fit"] is Fit.NO
-    assert max(one["measured"] for one in found) > limit  # it was no false alarm
+    assert max(one["measured"] for one in found) > limit  # the warning was right
     assert found[0]["advice"]
     for runs in zip(*(one["advice"] for one in found), strict=True):
         most = max(run["measured"] for run in runs)
@@ -90,7 +90,7 @@ def test_what_is_advised_fits_and_takes_what_was_said(ranks, share, count):
 
 
 def chosen(share):
-    """Lets the planner choose on a device with a part of what the job needs; runs the choice."""
+    """Lets the planner choose for a device with a share of the needed memory; runs the choice."""
     words = MemoryCase("llama", "no_shard", "none").words()
     needed, _ = told(words, PLENTY)
     limit = round(share * needed.peak_bytes[Place.DEVICE])
@@ -107,7 +107,7 @@ def chosen(share):
 
 
 @pytest.mark.slow
-def test_what_is_chosen_fits_and_keeps_the_sequences_of_an_update(ranks):
+def test_a_choice_fits_and_keeps_the_sequences_per_update(ranks):
     found = ranks(2)(chosen, 0.5, timeout=300)
     micro_batch, accumulation = found[0]["batch"]
     assert micro_batch * accumulation == 4
@@ -115,7 +115,7 @@ def test_what_is_chosen_fits_and_keeps_the_sequences_of_an_update(ranks):
     assert max(one["measured"] for one in found) <= found[0]["limit"]
 
 
-def test_a_run_is_checked_with_the_micro_batches_that_were_chosen(tmp_path, monkeypatch):
+def test_a_run_is_checked_with_the_chosen_micro_batches(tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text("a small text that says little, many times over. " * 4000)
     words = [

@@ -1,6 +1,6 @@
-"""Runs with a tensor or expert axis: losses, models and resumed runs are those of one process.
+"""Runs with a tensor or expert axis have the losses and models of one process, also resumed.
 
-All runs are in float64, with the same number of sequences in an update.
+All runs are in float64 with the same number of sequences per update.
 """
 
 import copy
@@ -34,14 +34,14 @@ MIXTURE = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
-    "experts_implementation": "eager",  # the grouped matmul has no float64
+    "experts_implementation": "eager",  # the grouped matmul does not support float64
 }
 ROOT = Path(__file__).parents[2]
 TWO = ShardConfig(context=2)
 ONES = {name: torch.ones(2, 4, dtype=torch.long) for name in ("input_ids", "labels")}
 SEAT = Seat(0, 2, torch.device("cpu"), TWO)
 MISTRAL = {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 8}
-FALCON_H1 = {"model_type": "falcon_h1", "num_key_value_heads": 2}  # attention beside a Mamba
+FALCON_H1 = {"model_type": "falcon_h1", "num_key_value_heads": 2}  # attention and Mamba layers
 DOGE = {"model_type": "doge", "num_key_value_heads": 2, "keep_window_size": 4}
 BY_LENGTH = {
     **LLAMA,
@@ -69,7 +69,7 @@ TRAINING = {
 
 
 class Runs:
-    """Runs of one model; those of one process are made once."""
+    """Runs of one model; those of one process are cached."""
 
     def __init__(self, fullshard, folder):
         self.fullshard, self.folder = fullshard, folder
@@ -91,7 +91,7 @@ class Runs:
             "train", self.config(model), f"output_dir={folder}", ranks, *words, code=0
         )
         assert "differs from the one above" not in done.err
-        assert "truncated to dtype" not in done.err  # what jax says of float64 where it has none
+        assert "truncated to dtype" not in done.err  # jax warns if it does not support float64
         return folder
 
     def alone(self, model, *words):
@@ -107,7 +107,7 @@ def runs(fullshard, tmp_path_factory):
 
 
 def numbers(folder):
-    """Losses, norms of gradients and held-out losses, step by step."""
+    """Returns losses, norms of gradients and held-out losses by step."""
     rows = list(read_rows(folder / "metrics.jsonl"))
     return [row[key] for row in rows for key in ("loss", "grad_norm", "eval_loss") if key in row]
 
@@ -142,7 +142,7 @@ def assert_same(found, wanted):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_a_run_with_other_axes_is_the_run_of_one_process(runs, model, num_ranks, axes, mesh):
+def test_a_run_with_other_axes_equals_one_process(runs, model, num_ranks, axes, mesh):
     name = "-".join(axes)
     found = runs.run(model, name, num_ranks, *axes)
     assert_same(
@@ -171,12 +171,12 @@ def test_an_example_of_an_axis_learns(fullshard, tmp_path, path):
     ("model", "meshes", "rel"),
     [
         (MIXTURE, [(2, "tensor=2"), (4, "expert=2")], 1e-10),
-        # transformers computes norms and positions in float32, XLA does not
+        # transformers computes norms and positions in float32, unlike XLA
         (LLAMA, [(4, "tensor=2", "backend=jax"), (2, "tensor=2")], 1e-7),
     ],
     ids=["torch", "jax"],
 )
-def test_a_run_goes_on_over_another_mesh(runs, model, meshes, rel):
+def test_a_run_resumes_on_another_mesh(runs, model, meshes, rel):
     first = runs.run(model, "resumed", *meshes[0], "max_steps=2")
     second = runs.run(model, "resumed", *meshes[1])
     assert first == second
@@ -190,7 +190,7 @@ def test_a_run_goes_on_over_another_mesh(runs, model, meshes, rel):
 def write_mixture(folder, text, **how):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     write_model(folder, small_config("qwen3_moe", num_key_value_heads=1, **experts), text, **how)
-    file = folder / "config.json"  # the grouped matmul has no float64
+    file = folder / "config.json"  # the grouped matmul does not support float64
     file.write_text(json.dumps(json.loads(file.read_text()) | {"experts_implementation": "eager"}))
 
 
@@ -224,7 +224,7 @@ def test_conversations_of_different_lengths_train_as_in_one_process(runs, tmp_pa
 
 @pytest.mark.long
 @pytest.mark.parametrize("is_kept", [False, True], ids=["cut student", "kept logits"])
-def test_a_student_of_divided_sequences_learns_as_in_one_process(runs, tmp_path, caplog, is_kept):
+def test_a_student_with_divided_sequences_learns_as_in_one_process(runs, tmp_path, caplog, is_kept):
     text = write_chats(tmp_path / "chat.jsonl", 48)
     write_mixture(tmp_path / "base", text, sure=20)
     words = [f"teacher={tmp_path}/base", f"data.path={tmp_path}/chat.jsonl", "max_length=64"]
@@ -246,7 +246,7 @@ def test_a_student_of_divided_sequences_learns_as_in_one_process(runs, tmp_path,
 
 
 def batches_of(step):
-    """Two batches of four rows: one with padding on both sides, one of packed documents."""
+    """Returns two batches of four rows: padded on both sides, and packed documents."""
     draw = torch.Generator().manual_seed(step)
     ids = torch.randint(0, 300, (2, 4, 16), generator=draw)
     places, masks = torch.arange(16), torch.ones(4, 16, dtype=torch.long)
@@ -254,13 +254,13 @@ def batches_of(step):
     labels = [ids[0].masked_fill(masks == 0, -100), ids[1].masked_fill(places < step, -100)]
     positions = torch.stack([torch.cat([places[:n], places[: 16 - n]]) for n in (16, 5, 8, 11)])
     padded = {"input_ids": ids[0], "labels": labels[0], "attention_mask": masks}
-    # Beside a mask, positions divide no row into documents.
+    # With a mask, positions do not divide a row into documents.
     padded["position_ids"] = (masks.cumsum(1) - 1).clamp(min=0)
     return padded, {"input_ids": ids[1], "labels": labels[1], "position_ids": positions}
 
 
 def own_loop(place, size):
-    """Losses and weights of a user's loop, in which `size` ranks divide each sequence."""
+    """Returns losses and weights of a user's loop, in which `size` ranks divide each sequence."""
     torch.manual_seed(3)
     config = small_config(num_attention_heads=4, num_key_value_heads=1)
     model = AutoModelForCausalLM.from_config(config).double().train()
@@ -272,7 +272,7 @@ def own_loop(place, size):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(3):
-        loss = 0.0  # of two forwards, whose layers are computed again in one backward
+        loss = 0.0  # one backward recomputes the layers of two forwards
         for batch in batches_of(step):
             rows = slice(None) if place is None else slice(place // size, None, 4 // size)
             known = part({name: x[rows] for name, x in batch.items()})
@@ -280,7 +280,7 @@ def own_loop(place, size):
             count = known.pop("num_items_in_batch", None)
             given = {"use_cache": False} | {k: x for k, x in known.items() if k != "labels"}
             logits = model(**given).logits
-            if count is None:  # the mean of each group's mean
+            if count is None:  # mean over groups of each group's mean
                 groups = [
                     (labels[at :: 4 // size], logits[at :: 4 // size]) for at in range(4 // size)
                 ]
@@ -293,11 +293,11 @@ def own_loop(place, size):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    with torch.no_grad():  # a forward of whole rows
+    with torch.no_grad():  # a forward of undivided rows
         losses.append(model.eval()(input_ids=batches_of(0)[0]["input_ids"]).logits.sum().item())
         rows = slice(None) if place is None else slice(place // size, None, 4 // size)
         known = part({name: x[rows] for name, x in batches_of(0)[1].items()})
-        given = ("input_ids", "position_ids", "documents")  # the body alone, without a loss
+        given = ("input_ids", "position_ids", "documents")  # only the body, without a loss
         states = model.model(**{k: x for k, x in known.items() if k in given}, use_cache=False)
         share = 4 if place is None else 1
         losses.append(states.last_hidden_state.abs().sum().item() / share)
@@ -309,7 +309,7 @@ def on_a_rank(size):
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_a_loop_of_ones_own_divides_sequences(ranks, size):
+def test_a_custom_loop_may_divide_sequences(ranks, size):
     wanted, weights = own_loop(None, size)
     found = ranks(4)(on_a_rank, size)
     losses = [sum(values) / 4 for values in zip(*(losses for losses, _ in found), strict=True)]
@@ -318,7 +318,7 @@ def test_a_loop_of_ones_own_divides_sequences(ranks, size):
         assert torch.allclose(value, weights[name], rtol=1e-8, atol=1e-10), name
 
 
-def test_positions_of_parts_are_read_as_transformers_reads_them():
+def test_positions_of_parts_have_the_meaning_of_transformers():
     one_row = part_of(ONES | {"position_ids": torch.arange(4)[None]}, SEAT)
     assert one_row["position_ids"].tolist() == [[0, 1]] * 2
     packed = ONES | {"position_ids": torch.tensor([[5, 6, 5, 6]] * 2)}
@@ -388,7 +388,7 @@ def test_a_model_that_mixes_documents_may_divide_sequences():
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_does_not_fit_is_refused_before_ranks_start(runs, model, num_ranks, words, said):
+def test_axes_that_do_not_fit_are_refused_before_ranks_start(runs, model, num_ranks, words, said):
     folder = f"output_dir={runs.folder}/refused"
     done = runs.fullshard(
         "train",
@@ -403,7 +403,7 @@ def test_what_does_not_fit_is_refused_before_ranks_start(runs, model, num_ranks,
     assert not (runs.folder / "refused").exists()
 
 
-@pytest.mark.filterwarnings("ignore:The following:RuntimeWarning")  # peft's, of its own patterns
+@pytest.mark.filterwarnings("ignore:The following:RuntimeWarning")  # issued by peft
 def test_adapters_of_experts_are_refused():
     pytest.importorskip("peft")
     with torch.device("meta"):
@@ -455,8 +455,8 @@ def test_a_plan_follows_freezing_and_casts_of_its_model():
     assert trained(2) == trained(1)
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's call
-def test_a_plan_cuts_the_adapters_of_layers_that_are_cut():
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # called by peft
+def test_a_plan_shards_the_adapters_of_sharded_layers():
     peft = pytest.importorskip("peft")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(small_config(**SIZES))
@@ -473,7 +473,7 @@ def test_a_plan_cuts_the_adapters_of_layers_that_are_cut():
         assert {one: parts[f"{layer}.{name}.{one}.weight"] for one in sizes} == sizes
 
 
-def test_what_a_cut_model_does_not_support_is_refused_before_it_is_cut():
+def test_settings_that_a_sharded_model_lacks_are_refused_before_sharding():
     model = AutoModelForCausalLM.from_config(small_config(**SIZES))
     with pytest.raises(ConfigError, match=r"^sample: expected"):
         fs.shard(model, tensor=2, sample={"input_ids": torch.zeros(1, 4, dtype=torch.int64)})

@@ -1,4 +1,4 @@
-"""Runs whose checkpoints are in an object store; each command and rank is a process of its own."""
+"""Runs with checkpoints in an object store; commands and ranks are separate processes."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def test_a_run_whose_folder_is_lost_resumes_from_the_store(tmp_path):
     with StoreLock(storage_path(store), "another run"):
         said = fullshard(*words, "max_steps=6", elsewhere, code=2)
     assert f"whose run is still active (process {os.getpid()} on host" in said
-    shutil.rmtree(run)  # a pod's disk
+    shutil.rmtree(run)  # the disk of a pod
     fullshard(*words, "max_steps=6", elsewhere)
     wanted = losses(tmp_path / "whole")
     assert losses(tmp_path) == {step: wanted[step] for step in (5, 6)}
@@ -77,14 +77,14 @@ def test_a_folder_where_another_process_saves_is_refused_before_the_first_step(
     said = fullshard(*words, code=code, launcher=launcher)
     assert "expected a folder that no other run uses; another process saves its steps" in said
     assert losses(tmp_path) == {}
-    # Under torchrun rank 0 finds it while the other ranks wait for it, and begins no run.
+    # Under torchrun, rank 0 finds it while the other ranks wait, and starts no run.
     assert (tmp_path / "run/run.json").exists() is (launcher == ())
     close_folders(place)
     fullshard(*words, launcher=launcher)
     assert sorted(losses(tmp_path)) == [1, 2]
 
 
-def test_a_store_is_held_by_one_run_until_it_no_longer_answers(tmp_path, monkeypatch):
+def test_one_run_locks_a_store_until_it_no_longer_answers(tmp_path, monkeypatch):
     for name, seconds in {"BEAT_S": 0.05, "TOGETHER_S": 0.0}.items():
         monkeypatch.setattr(run_lock, name, seconds)
     beats, repeated = [], run_lock.repeated
@@ -102,7 +102,7 @@ def test_a_store_is_held_by_one_run_until_it_no_longer_answers(tmp_path, monkeyp
         ):
             StoreLock(place, "second")
         check_lock(folder)
-        first.end_beats()  # as of a machine that is suspended
+        first.end_beats()  # as if the machine were suspended
         (place / run_lock.LOCK).unlink()  # as a cleaner of old objects does
         check_lock(folder)
         beats[0]()
@@ -113,9 +113,9 @@ def test_a_store_is_held_by_one_run_until_it_no_longer_answers(tmp_path, monkeyp
                 check_lock(folder)
             first.close()
             assert is_holder(place, "second")
-    assert not is_holder(place, "first")  # wakes when the second has ended
+    assert not is_holder(place, "first")  # wakes after the second has ended
     (folder.path / "checkpoints.txt").write_text("memory://run\n")
-    check_lock(folder)  # of the launcher's process
+    check_lock(folder)  # of the process of the launcher
 
 
 def test_an_output_dir_in_a_store_is_refused_with_the_key_for_checkpoints(tmp_path):

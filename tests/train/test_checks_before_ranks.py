@@ -1,4 +1,4 @@
-"""Bad input ends a command before a rank starts, with its exit code, and leaves nothing."""
+"""Bad input ends a command before a rank starts, with its exit code, and leaves no files."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from support.processes import free_port, python
 
 pytestmark = pytest.mark.timeout(240)  # the first test imports transformers
 
-# One for each check of a start; tests of the checks themselves have the other mistakes.
+# One mistake for each check of a start; tests of the checks have the others.
 CASES = {
     "empty data": (["data.path=empty.txt"], 6, "tokens in 'empty.txt'"),
     "too few held out": (
@@ -45,7 +45,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_input_is_said_before_any_rank_starts(
+def test_bad_input_is_an_error_before_any_rank_starts(
     name, tmp_path, monkeypatch, fullshard, write_config
 ):
     config = write_config(tmp_path)
@@ -60,7 +60,7 @@ def test_bad_input_is_said_before_any_rank_starts(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_place_that_cannot_be_used_is_one_error_under_another_launcher(tmp_path, write_config):
+def test_an_unusable_folder_is_one_error_under_another_launcher(tmp_path, write_config):
     (tmp_path / "run" / "run.json").mkdir(parents=True)
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -93,7 +93,7 @@ WITHOUT_TORCH = [
     (["train", "CONFIG", "data.path=nowhere.txt"], 6),
     (["train", "CONFIG", "model=nowhere"], 2),
     (["train", "CONFIG", "data.tokenizer=nowhere"], 2),
-    (["sft", "data.path=nowhere.jsonl"], 6),  # before the model that it begins with is trained
+    (["sft", "data.path=nowhere.jsonl"], 6),  # before its initial model is trained
     (["distill", "data.path=nowhere.txt"], 6),
     (["distill", "data.path=nowhere.txt", "backend=jax"], 6),
     (["ckpt", "export", "nowhere", "out"], 7),
@@ -122,7 +122,7 @@ def test_missing_paths_are_found_before_torch_is_imported(tmp_path, write_config
     assert ["nowhere" in text for text in said] == [True] * len(WITHOUT_TORCH)
 
 
-def test_a_second_start_leaves_a_live_run_alone(tmp_path, fullshard, write_config):
+def test_a_second_start_does_not_change_a_live_run(tmp_path, fullshard, write_config):
     config = write_config(tmp_path)
     with begin(tmp_path / "run", "train") as (folder, _):
         before = {file: file.read_bytes() for file in folder.path.rglob("*") if file.is_file()}

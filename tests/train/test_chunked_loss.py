@@ -1,4 +1,4 @@
-"""The head makes the loss of `train` and `sft`, a chunk of tokens at a time: the same numbers."""
+"""The chunked loss in the head of `train` and `sft` equals the loss of full logits."""
 
 import copy
 import itertools
@@ -48,7 +48,7 @@ def llama(*, tied, frozen=False, adapters=False):
 
 
 def batches(rank):
-    """Two documents a row in one batch, prompts that nobody learns in the other."""
+    """One batch with two documents per row, one with prompts that are not learned."""
     draw = torch.Generator().manual_seed(rank)
     ids = torch.randint(VOCAB, (2, 3, 13), generator=draw)
     labels = ids.clone()
@@ -61,7 +61,7 @@ def batches(rank):
 
 
 def plain(model, batch):
-    """From whole logits, in torch's words."""
+    """Computes the loss from full logits in plain torch."""
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     logits = model(**inputs).logits[:, :-1].flatten(0, 1)
     targets = batch["labels"][:, 1:].flatten()
@@ -69,7 +69,7 @@ def plain(model, batch):
 
 
 def steps(model, loss, ranks):
-    """Losses of three steps of SGD over these ranks' batches, and one of an evaluation."""
+    """Losses of three steps of SGD over these ranks' batches, and of an evaluation."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], RATE)
     found = []
     for _ in range(3):
@@ -111,7 +111,7 @@ KINDS = {
         pytest.mark.long,
     ),
 )
-def test_losses_and_weights_are_those_of_whole_logits(ranks, name, world_size):
+def test_losses_and_weights_equal_those_of_full_logits(ranks, name, world_size):
     kind, sharding = KINDS[name]
     expected = llama(**kind)
     wanted = steps(expected, plain, range(world_size))
@@ -181,14 +181,14 @@ def test_the_loss_and_its_gradient_make_one_tensor_as_large_as_the_logits():
     gradient = torch.autograd.grad(wanted * 0.3, logits)[0]
     torch.testing.assert_close((total, logits.grad), (wanted, gradient), rtol=0, atol=1e-13)
     assert len(large) == 1
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):  # hide its version
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):  # hides its version
         again = cross_entropy(logits, targets)
     again.backward(retain_graph=True)
     with pytest.raises(EngineError, match="expected one backward"):
         again.backward()
 
 
-def test_a_batch_of_which_nothing_counts_has_no_loss_and_no_gradient():
+def test_a_batch_without_labels_has_no_loss_and_no_gradient():
     model, given = llama(tied=False), batches(0)[1]
     given["labels"].fill_(IGNORED)
     total, count = next_token(Head(model), CHUNK)(model, given)
@@ -198,7 +198,7 @@ def test_a_batch_of_which_nothing_counts_has_no_loss_and_no_gradient():
 
 
 class Doubled(torch.nn.Module):
-    """A causal language model that does something to its logits that no configuration says."""
+    """A causal language model that changes its logits without a configuration key."""
 
     def __init__(self):
         super().__init__()
@@ -223,7 +223,7 @@ def test_a_model_that_changes_its_heads_output_is_refused_once_a_loss_shows_it()
         objective(model, given)
 
 
-def test_where_the_head_cannot_make_the_loss_the_reason_is_told():
+def test_the_reason_is_reported_if_the_head_cannot_make_the_loss():
     config = load_config(None, ["model.config.model_type=llama"]).config
     assert whole_logits(llama(tied=True), config) is None
     softcapped = Gemma2Config(hidden_size=16, intermediate_size=24, head_dim=8, **SIZES)

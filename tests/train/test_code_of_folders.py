@@ -1,4 +1,4 @@
-"""Python code that a model's or tokenizer's folder brings runs only where one key allows it."""
+"""Python code in a model's or tokenizer's folder runs only if one key allows it."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def tokenizer():
 
 @pytest.fixture
 def marker(tmp_path, monkeypatch):
-    """Code of a folder writes this file; whoever is asked whether it may run answers yes."""
+    """Code of a folder writes this file; every prompt for permission is answered with yes."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     return tmp_path / "marker"
@@ -53,7 +53,7 @@ def marker(tmp_path, monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path, marker, tokenizer):
-    """A Llama that brings code for its configuration, its model and its tokenizer."""
+    """A Llama with code for its configuration, its model and its tokenizer."""
     torch.manual_seed(0)
     folder = tmp_path / "MODEL"
     LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **SIZES)).save_pretrained(folder)
@@ -66,14 +66,14 @@ def folder(tmp_path, marker, tokenizer):
 
 
 def make_strange(folder):
-    """Nothing of transformers' own can stand in for its classes."""
+    """No class of transformers can replace its classes."""
     edit(folder / "config.json", model_type="strange")
     edit(folder / "tokenizer_config.json", tokenizer_class="StrangeTokenizer")
 
 
 @pytest.fixture
 def job(tmp_path, write_config):
-    """A small run on one rank, whose model is left to be said."""
+    """A small run on one rank without a model."""
     config = write_config(tmp_path)
     text = config.read_text()
     config.write_text(text[text.index("data:") :].replace("  vocab_size: 300\n", ""))
@@ -125,7 +125,7 @@ def test_a_known_model_is_trained_without_the_code_of_its_folder(
     fullshard("train", *job, f"model={folder}", code=0)
     assert not marker.exists()
     written = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
-    assert "auto_map" not in written  # the code is not there
+    assert "auto_map" not in written  # the code is missing
 
 
 def test_one_key_runs_the_code_of_a_folder(fullshard, folder, marker, job, tmp_path):
@@ -139,7 +139,7 @@ def test_one_key_runs_the_code_of_a_folder(fullshard, folder, marker, job, tmp_p
     assert (allowed.exit_code, marker.exists()) == (0, True), allowed.err
 
 
-LEAVES = {  # statements of a model's forward, and what is said of them
+LEAVES = {  # statements of a model's forward, and the resulting messages
     "sys.exit(0)": r"code\.py:\d+ ended it by sys\.exit\(0\)",
     "'FULLSHARD_RANK' in os.environ and sys.exit(0)": r"code\.py:\d+ ended it by sys\.exit\(0\)",
     "'FULLSHARD_RANK' in os.environ and os._exit(0)": "all ranks ended with exit code 0 before",
@@ -149,7 +149,7 @@ LEAVES = {  # statements of a model's forward, and what is said of them
 @pytest.mark.parametrize(
     "statement", marked(zip(LEAVES), lambda one: "and sys.exit" not in one, pytest.mark.long)
 )
-def test_code_that_ends_the_process_early_is_no_success(
+def test_code_that_ends_the_process_early_fails_the_run(
     statement, fullshard, folder, job, tmp_path
 ):
     make_strange(folder)

@@ -1,4 +1,4 @@
-"""Comparisons of shardings are of real runs."""
+"""Comparisons of shardings measure real runs."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def test_a_strategy_in_any_spelling_makes_a_configuration():
         create_fsdp_config("ful")
 
 
-def test_the_table_has_what_was_measured_under_its_own_and_the_documents_keys(capsys):
+def test_the_table_has_measurements_under_our_and_the_documented_keys(capsys):
     found = {"memory_gb": 1.25, "samples_per_sec": 7.0, "tokens_per_sec": 3200.0}
     found |= {"step_time_s": 0.0125, "loss": 2.5, "strategy": "no_shard", "run_dir": "runs/a"}
     picked = {"memory": found["memory_gb"], "throughput": found["samples_per_sec"]}

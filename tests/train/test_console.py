@@ -1,4 +1,4 @@
-"""What a run shows, with and without a terminal."""
+"""The console output of a run, with and without a terminal."""
 
 import io
 import json
@@ -52,7 +52,7 @@ def shown(*, terminal):
     return file.getvalue()
 
 
-def test_a_batch_that_does_not_fill_all_ranks_names_its_empty_places():
+def test_a_batch_that_does_not_fill_all_ranks_names_the_empty_slots():
     model, training = {"config": {"model_type": "llama"}}, {"max_steps": 1}
     config = RunConfig.model_validate({"model": model, "training": training})
     facts = DatasetFacts("text", 8, 100, 0, 800, 0, 0, 50, None, "")
@@ -61,7 +61,7 @@ def test_a_batch_that_does_not_fill_all_ranks_names_its_empty_places():
     assert line.startswith("2 per rank x 1 micro-batch(es) x 3 rank(s) - 2 empty = 4 sequences")
 
 
-def test_lines_hold_means_since_the_last_line():
+def test_lines_show_means_since_the_last_line():
     lines = shown(terminal=False).splitlines()
     steps = [line for line in lines if "  loss " in line]
     assert [line.split("loss ")[1].split()[0] for line in steps] == ["4.0000", "3.0000", "1.5000"]
@@ -88,10 +88,10 @@ def test_on_a_terminal_there_is_a_bar_with_the_time_left_and_the_banner_is_wrapp
     assert banner[1].startswith(" " * 8 + "word")
 
 
-def test_an_evaluation_that_is_made_up_for_once_more_has_one_row(tmp_path, capsys):
-    """The patience had lost it, the rows had not."""
+def test_a_repeated_evaluation_has_one_row(tmp_path, capsys):
+    """The checkpoint lacked the evaluation, but the rows had it."""
     folder = RunFolder(tmp_path)
-    for losses in ({4: 2.0}, {4: 2.5, 8: 1.5}):  # a session each
+    for losses in ({4: 2.0}, {4: 2.5, 8: 1.5}):  # one session each
         console = RunConsole(num_steps=8, log_every=1)
         with RunWatcher(console, folder, 4, RunConfig(model="x")) as watcher:
             for step, loss in losses.items():
@@ -103,7 +103,7 @@ def test_an_evaluation_that_is_made_up_for_once_more_has_one_row(tmp_path, capsy
     assert "2.5000" not in said
 
 
-def test_workspaces_of_a_gpus_libraries_are_told_apart_from_tensors(tmp_path, capsys):
+def test_workspaces_of_a_gpus_libraries_are_distinguished_from_tensors(tmp_path, capsys):
     """Torch's allocator counts both, but only tensors are known."""
     folder = RunFolder(tmp_path)
     planned = {"expected_peak_bytes": 5 << 30, "library_bytes": 1 << 30, "num_steps": 1}

@@ -1,4 +1,4 @@
-"""Data from files: mixtures, arrays of tokens, what a start that was killed goes on with."""
+"""Data from files: mixtures, arrays of tokens, and resuming a killed tokenization."""
 
 import glob
 import json
@@ -61,7 +61,7 @@ def test_the_number_of_shards_does_not_change_the_tokens(tmp_path, tokenizer, mo
     assert tokens(made) == expected
 
 
-def test_a_document_begins_with_the_tokens_that_its_tokenizer_begins_every_text_with(tmp_path):
+def test_a_document_begins_with_the_start_tokens_of_its_tokenizer(tmp_path):
     from tokenizers.processors import TemplateProcessing
 
     made, texts = train_tokenizer([seeded_text(200)], 300), ["one two", "three", "four five"]
@@ -81,7 +81,7 @@ def test_a_document_begins_with_the_tokens_that_its_tokenizer_begins_every_text_
             assert tokens(make_dataset([text_source(tmp_path / name)], settings, made)) == expected
 
 
-def test_progress_is_told_while_text_is_tokenized(tmp_path, tokenizer, monkeypatch, caplog):
+def test_progress_is_reported_while_text_is_tokenized(tmp_path, tokenizer, monkeypatch, caplog):
     (tmp_path / "a.txt").write_text(seeded_text(500))
     for name, value in {"SHARD_BYTES": 4_000, "SAY_S": 0.0}.items():
         monkeypatch.setattr(tokenize, name, value)
@@ -97,7 +97,7 @@ def test_progress_is_told_while_text_is_tokenized(tmp_path, tokenizer, monkeypat
     assert told[-1].startswith("data: tokenized [########################] 100 % of")
 
 
-def test_what_a_killed_start_has_tokenized_is_not_tokenized_again(tmp_path, tokenizer, monkeypatch):
+def test_tokens_of_a_killed_start_are_not_made_again(tmp_path, tokenizer, monkeypatch):
     text = tmp_path / "a.txt"
     text.write_text(seeded_text(500))
     monkeypatch.setattr(tokenize, "SHARD_BYTES", 4_000)
@@ -119,13 +119,13 @@ def test_what_a_killed_start_has_tokenized_is_not_tokenized_again(tmp_path, toke
     dataset = make_dataset([text_source(text)], NO_HOLD_OUT, tokenizer)
     assert made
     assert not set(first) & set(made)
-    os.utime(text, ns=(0, text.stat().st_mtime_ns))  # the times of change tell: all anew
+    os.utime(text, ns=(0, text.stat().st_mtime_ns))  # now all parts are stale
     made.clear()
     assert make_dataset([text_source(text)], NO_HOLD_OUT, tokenizer).facts == dataset.facts
     assert len(made) == len(dataset.train.sources[0])
 
 
-def test_what_a_kill_left_in_the_cache_a_day_ago_is_removed(tmp_path, tokenizer):
+def test_leftovers_of_a_kill_are_removed_from_the_cache_after_a_day(tmp_path, tokenizer):
     text = tmp_path / "a.txt"
     text.write_text(seeded_text(100))
     make_dataset([text_source(text)], NO_HOLD_OUT, tokenizer)
@@ -140,7 +140,7 @@ def test_what_a_kill_left_in_the_cache_a_day_ago_is_removed(tmp_path, tokenizer)
     make_dataset([text_source(text)], NO_HOLD_OUT, tokenizer)
     assert not left.exists()
     assert not of_tokenizer.exists()
-    assert live.exists()  # it may be another host's
+    assert live.exists()  # it may belong to another host
     assert lock.exists()
 
 
@@ -178,7 +178,7 @@ def test_a_flipped_bit_of_the_cache_or_of_a_runs_link_to_it_is_never_trained_on(
     (part,) = (tmp_path / "cache").rglob("*.npy")
     data = bytearray(part.read_bytes())
     data[500] ^= 1
-    part.write_bytes(data)  # in place, so the run's link has it too
+    part.write_bytes(data)  # in place, so the run's hard link changes too
     mapped_once.cache_clear()
     again = make_dataset([text_source(text)], NO_HOLD_OUT, tokenizer)
     assert tokens(again) == expected
@@ -206,13 +206,13 @@ def test_a_file_that_changes_while_it_is_tokenized_is_refused(tmp_path, tokenize
         make_dataset([source], NO_HOLD_OUT, tokenizer)
 
 
-def test_tokens_that_are_gone_before_ranks_map_them_are_named(tmp_path, tokenizer):
+def test_tokens_deleted_before_ranks_map_them_are_named(tmp_path, tokenizer):
     np.save(tmp_path / "a.npy", np.arange(100, dtype="uint16"))
     made = make_dataset([text_source(tmp_path / "a.npy")], NO_HOLD_OUT, tokenizer)
     made.save(tmp_path / "data")
     _, facts, read = load_facts(tmp_path / "data")
     changes = (
-        lambda: np.save(tmp_path / "a.npy", np.arange(1, 101, dtype="uint16")),  # as long as before
+        lambda: np.save(tmp_path / "a.npy", np.arange(1, 101, dtype="uint16")),  # of equal length
         lambda: np.save(tmp_path / "a.npy", np.arange(9)),
         (tmp_path / "a.npy").unlink,
     )
@@ -233,10 +233,10 @@ def test_tokens_that_change_in_place_while_they_are_mapped_are_refused(tmp_path,
     mapped = Dataset.load(tmp_path / "run", facts, read)
     expected = tokens(mapped)
     place = source if kind == "array" else next((tmp_path / "run" / "tokens").iterdir())
-    os.utime(place, ns=(1, 1))  # no change of the tokens
+    os.utime(place, ns=(1, 1))  # the tokens do not change
     assert tokens(mapped) == expected
     data = bytearray(place.read_bytes())
-    data[130] ^= 1  # the second token, which is not in the sample of an array
+    data[130] ^= 1  # the second token, which the sample of an array skips
     place.write_bytes(data)
     with pytest.raises(DataError, match="expected the tokens from when the run was prepared"):
         tokens(mapped)
@@ -318,9 +318,7 @@ def test_errors_of_a_mixture_name_the_source_by_its_key(tmp_path, tokenizer):
         check_paths(load_config([read_job(), file]), reads_data=True)
 
 
-def test_what_runs_wrote_among_the_data_is_left_out_unless_it_is_named(
-    tmp_path, monkeypatch, caplog
-):
+def test_files_of_runs_among_the_data_are_skipped_unless_named(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     step = "saves/step-00000001"
     for name in (
@@ -349,7 +347,7 @@ def test_what_runs_wrote_among_the_data_is_left_out_unless_it_is_named(
         files_at(Path("d/run*/none.txt"))
 
 
-def test_hidden_files_and_backups_of_editors_are_left_out_unless_they_are_named(tmp_path, caplog):
+def test_hidden_files_and_backups_of_editors_are_skipped_unless_named(tmp_path, caplog):
     left = ["#a.txt#", ".DS_Store", ".a.txt.swp", "a.txt.bak", "a.txt.orig", "a.txt~", "b.txt~"]
     for name in ("a.txt", *left):
         (tmp_path / name).write_text(name)
@@ -369,20 +367,20 @@ def test_hidden_files_and_backups_of_editors_are_left_out_unless_they_are_named(
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_a_file_of_another_program_with_the_name_of_a_runs_leaves_nothing_out(tmp_path, name):
+def test_a_file_of_another_program_named_like_a_runs_hides_no_data(tmp_path, name):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / name).write_text('{"text": "a"}\n')
     for pattern in ("", "*", "*/*.json", f"*/{name}"):
         assert files_at(tmp_path / pattern).files == (tmp_path / "a" / name,)
 
 
-def test_a_folder_that_a_pattern_does_not_enter_is_not_looked_into(tmp_path, monkeypatch):
+def test_a_folder_outside_of_a_pattern_is_not_searched(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "locked").mkdir()
     stat = Path.stat
 
     def refused(path, **options):
-        if path.parent == tmp_path / "locked":  # as for a user who may not search it
+        if path.parent == tmp_path / "locked":  # as for a user without permission to search it
             raise PermissionError(13, "Permission denied", str(path))
         return stat(path, **options)
 
@@ -407,7 +405,7 @@ def test_a_run_keeps_its_tokens_when_the_cache_is_removed(tmp_path, tokenizer):
     assert len(again.held_out) == made.facts.num_held_out_sequences > 0
 
 
-def test_weights_share_an_epoch_and_the_notes_say_how_often_a_source_is_seen(tmp_path, tokenizer):
+def test_weights_divide_an_epoch_and_notes_tell_how_often_a_source_is_read(tmp_path, tokenizer):
     for name, count in (("a", 300), ("b", 100)):
         (tmp_path / f"{name}.txt").write_text(seeded_text(count))
     sources = [text_source(tmp_path / "a.txt", 1.0), text_source(tmp_path / "b.txt", 3.0)]
@@ -435,7 +433,7 @@ def megatron(path, ids, code):
 @pytest.mark.parametrize(
     "form", ["npy", "big-endian npy", "nanogpt", "uint32", "megatron", "llm.c"]
 )
-def test_arrays_of_tokens_are_mapped_where_they_lie(form, tmp_path, tokenizer):
+def test_arrays_of_tokens_are_mapped_in_place(form, tmp_path, tokenizer):
     ids = np.random.default_rng(0).integers(0, 300, 100)
     file, settings = tmp_path / "a.bin", NO_HOLD_OUT
     match form:
@@ -547,10 +545,10 @@ def test_datasets_and_row_groups_are_read_in_parts(tmp_path, tokenizer, monkeypa
 
 
 @pytest.mark.parametrize("left", [None, "abcd", "ab"])
-def test_files_of_the_cache_appear_whole_and_stay_as_the_first_start_wrote_them(
+def test_cache_files_appear_complete_and_keep_the_first_writers_contents(
     tmp_path, monkeypatch, left
 ):
-    """Times of change decide the names of parts: a second writer would spoil the first's."""
+    """Modification times name the parts, so a second writer would invalidate the first's."""
     (file,) = written("some", ".txt", ["abcd"])
     if left is None:
         shutil.rmtree(file.parent)
@@ -587,7 +585,7 @@ def test_a_tokenizer_is_trained_once_for_the_same_text(tmp_path, monkeypatch):
     made = [make_dataset([text_source(tmp_path / "a.txt")], NO_HOLD_OUT, None) for _ in range(2)]
     assert len(trained) == 1
     assert made[0].facts == made[1].facts
-    assert len(list((tmp_path / "cache").rglob("*.npy"))) == 1  # its tokens were found again
+    assert len(list((tmp_path / "cache").rglob("*.npy"))) == 1  # its tokens were found in the cache
     (file,) = (tmp_path / "cache").rglob("tokenizer.json")
     file.write_text("{")
     assert make_dataset([text_source(tmp_path / "a.txt")], NO_HOLD_OUT, None).facts == made[0].facts

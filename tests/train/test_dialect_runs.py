@@ -1,4 +1,4 @@
-"""Files of other tools, as their documentation has them, train on two real ranks."""
+"""Files of other tools, as in their documentation, train on two real ranks."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from support.text import seeded_text
 
 DIALECTS = Path(__file__).parents[1] / "pure" / "config" / "dialects"
 
-ELSEWHERE = {"fsdp_config.json", "accelerate_axes.yaml"}  # no run's file; one for 16 ranks
+ELSEWHERE = {"fsdp_config.json", "accelerate_axes.yaml"}  # not files of runs, and one for 16 ranks
 NAMES = sorted({p.name for p in DIALECTS.iterdir()} - ELSEWHERE)
 
 MODEL = (
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """What makes a run of any of these files small: a model, a text, two steps."""
+    """Returns overrides that make a run small: a model, a text, two steps."""
     text = tmp_path_factory.mktemp("text") / "text.txt"
     text.write_text(seeded_text(500))
     run = ["max_steps=2", "max_seq_length=32", "num_processes=2"]
@@ -43,7 +43,7 @@ def train(fullshard, folder, *words, num_ranks=2):
 
 @pytest.mark.slow
 def test_a_machine_file_and_a_recipe_train_together(fullshard, small, tmp_path):
-    """The losses are those of the same run said in our own keys."""
+    """The losses equal those of the same run in our own keys."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("learning_rate: 1e-2\nper_device_train_batch_size: 2\nwarmup_ratio: 0\n")
     files = ("--config_file", str(DIALECTS / "accelerate_fsdp1.yaml"), "--config", str(recipe))
@@ -71,9 +71,9 @@ def test_a_file_of_another_tool_trains_two_steps(fullshard, small, tmp_path, mon
     }
     words = [*small, *more.get(name, [])]
     num_ranks = {"transformers_axes.yaml": 8}.get(name, 4 if "axes" in name else 2)
-    if "axes" in name:  # tensor 2 times expert 2, and a shard of 2 in the one of transformers
+    if "axes" in name:  # tensor 2 times expert 2; transformers' file also has shard 2
         words = [MIXTURE, *small[1:], f"num_processes={num_ranks}"]
-    if "lora" in name:  # adapters are added to weights, with their tokenizer
+    if "lora" in name:  # adapters need weights with a tokenizer
         train(fullshard, tmp_path / "base", "trainer_flat.yaml", *small)
         words = [f"model={tmp_path / 'base' / 'model'}", small[1], *small[3:]]
     rows = train(fullshard, tmp_path / "run", name, *words, num_ranks=num_ranks)

@@ -1,4 +1,4 @@
-"""Distillation: the loss and its gradient are those of whole logits, which nobody ever holds."""
+"""Distillation: loss and gradient equal those of full logits, which no rank allocates."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def student(*, tied=False):
 
 
 def teacher():
-    """Of another architecture and width."""
+    """A teacher with another architecture and width."""
     torch.manual_seed(2)
     config = Qwen3MoeConfig(
         hidden_size=32,
@@ -44,7 +44,7 @@ def teacher():
         config, dtype=torch.float64, experts_implementation="eager"
     )
     with torch.no_grad():
-        model.lm_head.weight.mul_(30)  # opinions
+        model.lm_head.weight.mul_(30)  # peaked distributions
     return model.eval().requires_grad_(requires_grad=False)
 
 
@@ -57,7 +57,7 @@ def batch(seed=0):
 
 
 def reference(own, other, mix, given):
-    """From whole logits, by torch's own losses where it has them."""
+    """Computes the loss from full logits, with torch's own losses if possible."""
     z, t = (model(input_ids=given["input_ids"]).logits[:, :-1] for model in (own, other))
     predicted = given["labels"][:, 1:] != IGNORED
     z, t, targets = z[predicted], t[predicted], given["labels"][:, 1:][predicted]
@@ -85,7 +85,7 @@ def recipe_of(own, other, mix):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_loss_and_gradient_are_those_of_whole_logits(loss):
+def test_loss_and_gradient_equal_those_of_full_logits(loss):
     mix, given = mixed(loss, 1.7, 0.6, 0.3), batch()
     expected = student()
     wanted = reference(expected, teacher(), mix, given)
@@ -99,7 +99,7 @@ def test_loss_and_gradient_are_those_of_whole_logits(loss):
         torch.testing.assert_close(found.grad, param.grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
-def test_nobody_holds_logits_of_all_tokens():
+def test_no_tensor_has_logits_of_all_tokens():
     own, other, given = student(), teacher(), batch()
     recipe = recipe_of(own.train(), other, mixed(DistillLoss.JSD, 2.0, 0.5, 0.5, chunk_size=8))
     with LargestTensor(VOCAB) as made:
@@ -114,14 +114,14 @@ def test_evaluation_is_the_cross_entropy_of_the_student():
     recipe = recipe_of(own, teacher(), mixed(DistillLoss.FORWARD_KL, 2.0, 0.5, 0.5))
     with torch.no_grad():
         total, _ = recipe.loss(own, given)
-        logits = own(input_ids=given["input_ids"]).logits  # a head that nobody asks is a head
+        logits = own(input_ids=given["input_ids"]).logits  # the head works as usual without a loss
         wanted = F.cross_entropy(
             logits[:, :-1].reshape(-1, VOCAB), given["labels"][:, 1:].reshape(-1), reduction="sum"
         )
     assert total.item() == pytest.approx(wanted.item(), rel=1e-12)
 
 
-def test_all_logits_from_a_cache_are_the_teacher_itself():
+def test_a_cache_of_all_logits_equals_the_teacher():
     mix, given = mixed(DistillLoss.FORWARD_KL, 2.0, 0.8, 0.5), batch()
     own, other = student().train(), teacher()
     with torch.no_grad():
@@ -150,7 +150,7 @@ def test_hidden_states_are_compared_through_a_projection():
     assert own.distill_projection.weight.grad.abs().sum() > 0
 
 
-def test_a_model_that_does_more_behind_its_head_is_refused():
+def test_a_model_with_operations_after_its_head_is_refused():
     config = Gemma2Config(hidden_size=16, intermediate_size=24, head_dim=8, **SIZES)
     with pytest.raises(ConfigError, match="final_logit_softcapping"):
         Head(AutoModelForCausalLM.from_config(config))
@@ -181,7 +181,7 @@ def distill_on_ranks(strategy, teacher_strategy, tied):
     options = {"poison": True, "grad_reduction": "sum"}
     fs.shard(own, strategy=strategy, wrap=["LlamaDecoderLayer"], **options)
     fs.shard(other, strategy=teacher_strategy, wrap=["Qwen3MoeDecoderLayer"], poison=True)
-    for _ in range(2):  # the second step runs in the order that the first one showed
+    for _ in range(2):  # the second step runs in the order learned in the first
         own.zero_grad()
         total, _ = recipe.loss(own, batch(rank))
         total.backward()
@@ -192,7 +192,7 @@ def distill_on_ranks(strategy, teacher_strategy, tied):
     ("strategy", "teacher_strategy", "tied"),
     [("full_shard", "full_shard", False), ("shard_grad_op", "full_shard", True)],
 )
-def test_sharded_teacher_and_student_give_the_gradient_of_whole_ones(
+def test_sharded_teacher_and_student_give_the_unsharded_gradient(
     ranks, strategy, teacher_strategy, tied
 ):
     mix = mixed(DistillLoss.REVERSE_KL, 1.5, 0.5, 0.5)

@@ -1,4 +1,4 @@
-"""`fullshard distill` on real ranks: a student cut out of its teacher, going on, kept logits."""
+"""`fullshard distill` on real ranks: a student cut out of its teacher, resuming, cached logits."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ def files(tmp_path_factory):
 
 
 @pytest.mark.long
-def test_a_student_cut_out_of_its_teacher_learns_goes_on_and_opens_anywhere(fullshard, files):
+def test_a_student_cut_out_of_its_teacher_learns_resumes_and_opens_anywhere(fullshard, files):
     words = ("distill", files / "distill.yaml", "experts=2", "layers=2")
     run = files / "run"
     first = fullshard(*words, f"output_dir={run}", code=0)
@@ -60,7 +60,7 @@ def test_a_student_cut_out_of_its_teacher_learns_goes_on_and_opens_anywhere(full
     record = json.loads((run / "run.json").read_text())
     del record["last_saved_step"]
     (run / "run.json").write_text(json.dumps({**record, "status": "failed"}))
-    shutil.rmtree(run / "checkpoints")  # as if it had ended before its first save
+    shutil.rmtree(run / "checkpoints")  # as if it had stopped before its first save
     again = fullshard(*words, f"output_dir={run}", "layers=1", "max_steps=1", code=0)
     assert "layers 0 of the teacher are kept" in again.out + again.err
 
@@ -77,19 +77,19 @@ def test_a_student_cut_out_of_its_teacher_learns_goes_on_and_opens_anywhere(full
         ),
     ],
 )
-def test_every_job_of_ours_can_be_resumed_when_it_is_stopped(package, name):
-    """The teacher that `distill` trains by itself was not: an interrupt lost all of its steps."""
+def test_every_built_in_job_can_be_resumed_after_a_stop(package, name):
+    """Otherwise an interrupt of the teacher's training in `distill` would lose all of its steps."""
     training = load_config([read_job(name, f"fullshard.{package}")]).config.training
     assert training.saves is not IntervalStrategy.NO
 
 
 @pytest.mark.long
-def test_logits_that_were_kept_train_without_the_teacher(fullshard, files, monkeypatch):
+def test_cached_logits_train_without_the_teacher(fullshard, files, monkeypatch):
     config = files / "distill.yaml"
     cache = files / "logits"
     write = ("distill", "cache", config, f"distill.cache={cache}", "top_k=300")
     (cache / NEW).mkdir(parents=True)
-    with RunLock(cache / NEW):  # another run writes the same cache into a folder of its own
+    with RunLock(cache / NEW):  # another run writes the same cache into its own folder
         done = fullshard(*write, f"output_dir={files / 'second'}", code=2)
     assert "distill.cache: expected a folder that no run uses" in done.err
     fullshard(*write, f"output_dir={files / 'caching'}", code=0)
@@ -98,7 +98,7 @@ def test_logits_that_were_kept_train_without_the_teacher(fullshard, files, monke
         run = files / name
         fullshard("distill", config, *words, f"output_dir={run}", "layers=null", code=0)
         losses.append([row["loss"] for row in read_rows(run / "metrics.jsonl") if "loss" in row])
-    assert losses[1] == pytest.approx(losses[0], rel=2e-3)  # logits are kept in float16
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)  # logits are stored in float16
     facts = json.loads((cache / "cache.json").read_text())
     with monkeypatch.context() as patched:
         other_cache_at_the_start(patched, cache)

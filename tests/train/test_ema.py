@@ -1,4 +1,4 @@
-"""The average of sharded weights is that of whole ones, and lies in checkpoints."""
+"""The average of sharded weights equals that of unsharded ones, and is saved in checkpoints."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ DECAY = 0.75
 
 
 def averaged(weights):
-    """By the formula, from the weights after every update."""
+    """Computes the average by its formula from the weights after every update."""
     average = weights[0]
     for later in weights[1:]:
         average = {name: DECAY * average[name] + (1 - DECAY) * later[name] for name in average}
@@ -29,7 +29,7 @@ def averaged(weights):
 
 
 def train_with_an_average(folder, optimizer_class):
-    """Weights after every step, the average, the weights afterwards; the same from a checkpoint."""
+    """Returns weights after every step, the average, final weights; also after a resume."""
     rank, rows, seen = torch.distributed.get_rank(), Rows(), []
     model, loop, recipe = make_loop(rank, 2, 1, {}, rows)
     optimizer = optimizer_class(model.parameters(), lr=RATE / 50)
@@ -63,7 +63,7 @@ def train_with_an_average(folder, optimizer_class):
 
 
 @pytest.mark.parametrize("optimizer_class", [SGD, AdamW])
-def test_the_average_is_that_of_whole_weights_and_is_saved(ranks, tmp_path, optimizer_class):
+def test_the_average_equals_that_of_full_weights_and_is_saved(ranks, tmp_path, optimizer_class):
     results = ranks(2)(train_with_an_average, tmp_path, optimizer_class)
     assert max(held for *_, (held, _) in results) == results[0][-1][1]
     for seen, applied, after, loaded, forgotten, _ in results:
@@ -78,7 +78,7 @@ def test_the_average_is_that_of_whole_weights_and_is_saved(ranks, tmp_path, opti
 
 
 @on_ranks(1)
-def test_settings_of_the_optimizer_are_those_of_the_configuration_also_on_resume(tmp_path):
+def test_a_resumed_optimizer_has_the_settings_of_the_configuration(tmp_path):
     found = []
     for betas, decay in (((0.9, 0.999), 0.1), ((0.5, 0.9), 0.0)):
         model, loop, _ = make_loop(0, 1, 1, {}, Rows())

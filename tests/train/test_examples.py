@@ -1,4 +1,4 @@
-"""The tutorials run as their first lines say."""
+"""The tutorials run as their first lines describe."""
 
 from pathlib import Path
 

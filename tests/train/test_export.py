@@ -1,4 +1,4 @@
-"""The folder that a run writes is what transformers would have written of the unsharded model."""
+"""A run's exported folder is what transformers would write of the unsharded model."""
 
 import json
 import resource
@@ -44,12 +44,12 @@ SIZES = {
     "hidden_size": 16,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
-    "dtype": "bfloat16",  # of the file that the configuration came from, not of this run
+    "dtype": "bfloat16",  # dtype of the configuration's source, not of this run
 }
 
 
 def made(name):
-    """A configuration that fits the tokenizer beside it, and a model of it."""
+    """Returns a configuration that fits the tokenizer, and a model of it."""
     quiet_libraries()
     tokenizer = train_tokenizer(["some text"], 300)
     config = config_from_settings({**SIZES, **MODELS[name]})
@@ -57,14 +57,14 @@ def made(name):
     return config, tokenizer, build_model(config, None, torch.float32, seed=5)
 
 
-def test_generation_settings_are_kept_of_models_without_an_end_of_text(tmp_path):
+def test_generation_settings_of_models_without_an_end_of_text_are_kept(tmp_path):
     AutoConfig.for_model("roc_bert", is_decoder=True).save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text("{}")
     assert generation_text(AutoConfig.from_pretrained(tmp_path)) == {"generation_config.json": "{}"}
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_folder_equals_what_transformers_saves(name, tmp_path):
+def test_the_folder_equals_that_of_transformers(name, tmp_path):
     config, tokenizer, model = made(name)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -80,7 +80,7 @@ def test_folder_equals_what_transformers_saves(name, tmp_path):
     given = (tmp_path / "theirs" / "generation_config.json").read_text()
     for folder in ("ours", "whole"):
         assert (tmp_path / folder / "generation_config.json").read_text() == given
-    config.eos_token_id = 7  # as of a tokenizer that is trained on the data
+    config.eos_token_id = 7  # like a tokenizer trained on the data
     assert generation_text(config) == {}
     assert {path.name for path in tmp_path.iterdir()} == {"ours", "theirs", "whole"}
     assert not (tmp_path / "ours" / "of a run before").exists()
@@ -127,7 +127,7 @@ def test_adapters_replace_older_ones_as_a_whole(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("fullshard.models.lora.peft_config", stop)  # after the weights
+        patched.setattr("fullshard.models.lora.peft_config", stop)  # a kill after the weights
         with pytest.raises(KeyboardInterrupt):
             save_model(model, config, tokenizer, tmp_path / "model", adapters)
     assert [path.name for path in adapters.folder.iterdir()] == ["of a run before"]
@@ -137,7 +137,7 @@ def test_adapters_replace_older_ones_as_a_whole(tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"adapter", "model"}
 
 
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")  # peft corrects it
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")  # issued by peft
 @pytest.mark.parametrize("name", ["untied llama", "gpt2"])
 def test_merged_weights_are_those_that_peft_computes(name, tmp_path):
     config, tokenizer, model = made(name)
@@ -155,13 +155,15 @@ def test_merged_weights_are_those_that_peft_computes(name, tmp_path):
         torch.testing.assert_close(found[f"{layer}.weight"], weight)
 
 
-def adapted(run, seed=5, dtype=torch.float32):
-    """The torch side of a run that trains adapters over weights from a seed."""
+def adapted(run, seed=5, dtype=torch.float32, **places):
+    """The torch side of a run that trains adapters on weights from a seed."""
     config, tokenizer, _ = made("untied llama")
     model = build_model(config, None, torch.float32, seed).to(dtype)
     add_adapters(model, run.lora)
     data = SimpleNamespace(tokenizer=tokenizer)
-    told = {"config": run, "folder": RunFolder(Path("run")), "model_config": config}
+    folder = RunFolder(Path("run"))
+    vars(folder).update(places)
+    told = {"config": run, "folder": folder, "model_config": config}
     side = TorchSide(SimpleNamespace(**told, dataset=data))
     side.model = fs.shard(model, master_dtype=dtype)
     side.optimizer = torch.optim.AdamW(side.model.parameters())
@@ -170,7 +172,7 @@ def adapted(run, seed=5, dtype=torch.float32):
 
 
 def test_adapters_continue_only_over_the_weights_that_they_were_trained_with(tmp_path):
-    """The checkpoint has the old weights; the exported adapters would name the new ones."""
+    """The checkpoint has the old weights, but exported adapters would name the new ones."""
     run = RunConfig(lora={"r": 2}, model="nowhere")
     for dtype in (torch.bfloat16, torch.float32):
         adapted(run, dtype=dtype).save(tmp_path / "saved", {}, SaveSettings())
@@ -180,12 +182,10 @@ def test_adapters_continue_only_over_the_weights_that_they_were_trained_with(tmp
         adapted(run, seed=6).load(tmp_path / "saved")
 
 
-def test_adapters_of_a_student_name_what_was_cut_out_of_its_teacher(tmp_path):
+def test_adapters_of_a_student_name_its_cut_of_the_teacher(tmp_path):
     run = RunConfig(lora={"r": 2}, teacher="whole", model="whole", distill={"layers": 1})
     places = {name: tmp_path / name for name in ("model", "adapter", "model_ema", "adapter_ema")}
-    side = adapted(run)
-    vars(side._session.folder).update(places)
-    side.export(None)
+    adapted(run, **places).export(None)
     told = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert told["base_model_name_or_path"] == "run/student"
 
@@ -233,11 +233,11 @@ def test_ranks_take_turns_in_writing_files(ranks, tmp_path):
 
 
 def on_a_full_disk(folder):
-    """The second rank cannot write its first file; both must hear of it, and nobody waits."""
+    """The second rank cannot write its first file; both ranks must raise, and none may hang."""
     config, tokenizer, model = made("untied llama")
     fs.shard(model)
     if dist.get_rank() == 1:
-        limit = 10_000  # bytes a file may have
+        limit = 10_000  # limit of bytes per file
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
@@ -250,7 +250,7 @@ def on_a_full_disk(folder):
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
 
 
-def test_a_rank_that_cannot_write_is_heard_by_all(ranks, tmp_path):
+def test_a_rank_that_cannot_write_is_an_error_on_all(ranks, tmp_path):
     said = ranks(2)(on_a_full_disk, tmp_path)
     assert all("File too large" in text for text in said), said
 

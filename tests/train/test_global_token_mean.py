@@ -1,4 +1,4 @@
-"""The gradient of a step is that of the mean over all label tokens, however they are spread."""
+"""The gradient of a step is that of the mean over all label tokens, for any distribution."""
 
 import itertools
 import math
@@ -29,7 +29,7 @@ from support.ragged import (
 
 
 def reference():
-    """One process, one joined batch a step: parameters, losses, held-out loss."""
+    """One process with one joined batch per step: parameters, losses, held-out loss."""
     model = tiny_model()
     losses = []
     for step in range(NUM_STEPS):
@@ -57,7 +57,7 @@ def train_on_ranks(world_size, accumulation, options, recipe=RaggedRecipe):
 
 
 def assert_joined(results):
-    """Losses and weights on every rank are those of joined batches."""
+    """Compares losses and weights on every rank with those of joined batches."""
     expected, losses, held_out = reference()
     for state, rows, rank_held_out in results:
         assert [row.loss for row in rows] == pytest.approx(losses, abs=1e-12)
@@ -92,18 +92,18 @@ def test_ranks_and_micro_batches_train_as_one_joined_batch(
         assert row.epoch == NUM_STEPS / 2
 
 
-def test_the_loop_says_what_it_does_for_a_report_of_a_hang():
+def test_the_loop_records_its_phase_for_hang_reports():
     rows = Rows()
     make_loop(0, 1, 2, {}, rows)[1].run()
     expected = [("data loading", 1)]
-    for step in range(1, NUM_STEPS + 1):  # it waits for the device after the next step's batches
+    for step in range(1, NUM_STEPS + 1):  # it waits after making the next batches
         ahead = [("data loading", step + 1), ("forward and backward", step)]
         expected += [("forward and backward", step), *(ahead if step < NUM_STEPS else [])]
         expected += [("optimizer", step), ("end of step", step)]
     assert rows.phases == [*expected, ("evaluation", NUM_STEPS)]
 
 
-def test_batches_for_a_gpu_come_from_pinned_memory_and_are_not_waited_for(monkeypatch):
+def test_batches_for_a_gpu_are_copied_from_pinned_memory_without_waiting(monkeypatch):
     pinned, moved = [], []
     rows = {"input_ids": np.arange(6).reshape(2, 3), ROWS: np.arange(2)}
 
@@ -118,13 +118,13 @@ def test_batches_for_a_gpu_come_from_pinned_memory_and_are_not_waited_for(monkey
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     monkeypatch.setattr(torch.Tensor, "to", to)
     batch = placed(rows, torch.device("cuda"))
-    assert moved == [(True, "cuda", True)]  # which rows these are, the host reads
+    assert moved == [(True, "cuda", True)]  # the host reads which rows these are
     assert {name: tensor.tolist() for name, tensor in batch.items()} == {
         name: array.tolist() for name, array in rows.items()
     }
 
 
-def test_loss_counts_what_transformers_counts():
+def test_the_loss_counts_the_same_tokens_as_transformers():
     ids, labels = ragged_samples(2)
     logits = tiny_model()(ids)
     total, count = causal_lm_loss(logits, labels)
@@ -167,7 +167,7 @@ def test_loss_that_is_nan_on_one_rank_ends_all_ranks_before_the_update(ranks):
 
 # ---- ranks with fewer batches, sums that wait, fp16 ----------------------------------------------
 
-# Samples of each rank's micro-batches, by step: unequal numbers, and none at all.
+# Samples of each rank's micro-batches, by step: unequal numbers, and zero.
 SPREADS = (
     (((0, 1), (2, 3), (4, 5)), ((6, 7),)),
     (((0,), (1, 2, 3, 4, 5, 6)), ((7,),)),
@@ -176,7 +176,7 @@ SPREADS = (
 
 
 class UnevenRecipe(RaggedRecipe):
-    """The samples of a step spread as SPREADS says."""
+    """Distributes the samples of a step as in SPREADS."""
 
     def micro_batches(self, step):
         ids, labels = ragged_samples(step)
@@ -192,7 +192,7 @@ def test_unequal_numbers_of_batches_train_as_one_joined_batch(ranks, grad_sync):
 
 
 class EmptyRecipe(RaggedRecipe):
-    """Nobody has anything."""
+    """No rank has a batch."""
 
     def micro_batches(self, step):
         return []
@@ -249,14 +249,14 @@ def test_fp16_that_overflows_at_every_scale_ends_the_run():
 
 
 class Logits(torch.nn.Module):
-    """Of a vocabulary of 5 tokens."""
+    """Logits of a vocabulary of 5 tokens."""
 
     def forward(self, input_ids, *, use_cache):
         return SimpleNamespace(logits=input_ids.new_zeros(*input_ids.shape, 5, dtype=torch.float32))
 
 
 def test_losses_and_a_teachers_logits_do_not_wait_for_the_device():
-    """On meta there is nothing to read."""
+    """On meta, reading a value is impossible."""
     ids, rows = np.arange(8).reshape(2, 4) % 5, np.array([1, -1])
     arrays = {"input_ids": ids, "labels": ids, ROWS: rows, PREDICTED: np.arange(3)}
     batch = placed(arrays, torch.device("meta"))

@@ -26,17 +26,17 @@ launch: {{num_processes: 2}}
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, fullshard):
-    """What a run says and leaves whose second held-out loss cannot be better by 100 nats."""
+    """Returns output and files of a run whose second held-out loss must improve by 100 nats."""
     folder = tmp_path_factory.mktemp("settings")
     (folder / "text.txt").write_text(seeded_text(300))
     (folder / "config.yaml").write_text(CONFIG.format(folder=folder))
-    (folder / "run" / "report.html").mkdir(parents=True)  # the page cannot be written
-    (folder / "run" / "run.json").write_text('{"status": "failed"}')  # of a run that resumes
+    (folder / "run" / "report.html").mkdir(parents=True)  # makes the page unwritable
+    (folder / "run" / "run.json").write_text('{"status": "failed"}')  # an earlier run
     done = fullshard("train", folder / "config.yaml", code=0)
     return done, folder / "run"
 
 
-def test_the_run_ends_early_is_finished_and_says_so(run, fullshard):
+def test_a_run_that_stops_early_is_finished_and_reports_it(run, fullshard):
     done, folder = run
     record = json.loads((folder / "run.json").read_text())
     measured = record["measured"]
@@ -50,7 +50,7 @@ def test_the_run_ends_early_is_finished_and_says_so(run, fullshard):
     fullshard("train", folder.parent / "config.yaml", "--dry-run", code=0)
 
 
-def test_a_finished_run_whose_page_cannot_be_written_says_so(run):
+def test_a_finished_run_reports_a_page_that_cannot_be_written(run):
     done, folder = run
     assert "no page of the run" in done.out
     assert json.loads((folder / "run.json").read_text())["exit_code"] == 0
@@ -86,15 +86,15 @@ def test_the_table_and_the_tracker_have_the_rows(run):
     assert [event.step for event in events.Scalars("eval/loss")] == [3, 6]
 
 
-def test_a_tracker_that_is_not_installed_is_said_once(run):
+def test_a_tracker_that_is_not_installed_is_reported_once(run):
     done, _ = run
     said = done.out + done.err
     assert said.count("training.report_to: wandb is not installed") == 1
 
 
 @pytest.mark.slow
-def test_a_new_run_from_its_checkpoint_counts_anew(run, fullshard):
-    """The patience that the first run lost is not the new run's; nor is the average, unasked."""
+def test_a_new_run_from_a_checkpoint_starts_its_patience_again(run, fullshard):
+    """It inherits neither the lost patience of the first run nor its average."""
     _, folder = run
     other = folder.with_name("other")
     words = ("--resume", folder / "checkpoints", f"output_dir={other}", "max_steps=8")

@@ -1,4 +1,4 @@
-"""Runs in a memory group: one that cannot fit is refused, one that just fits ends."""
+"""Runs in a memory group: one that cannot fit is refused; one that just fits finishes."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def command(name, words):
 
 
 def tensor_bytes(folder, words):
-    """Most bytes of tensors in a phase of the run."""
+    """Returns the peak bytes of tensors in a phase of the run."""
     with memory_group(8 << 30) as group:
         done = group.run(command("plan", words), 100, environment(folder))
     phases = json.loads(done.stdout)["phases"]
@@ -60,7 +60,7 @@ def trained(group, folder, words, timeout_s=150):
 
 
 @pytest.mark.long
-def test_a_run_that_cannot_fit_is_refused_and_one_that_just_fits_ends(tmp_path):
+def test_a_run_that_cannot_fit_is_refused_and_one_that_just_fits_finishes(tmp_path):
     words = words_of(tmp_path)
     least = tensor_bytes(tmp_path, words) + RANK_PROCESS + WORKER_PROCESS + LAUNCHER_PROCESS
     with memory_group(least - 4 * MIB) as group:

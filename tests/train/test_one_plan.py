@@ -1,4 +1,4 @@
-"""`fullshard plan`, a dry run and the run have one plan, and what cannot fit is refused by it."""
+"""`fullshard plan`, a dry run and the run use one plan, which refuses runs that cannot fit."""
 
 import json
 import random
@@ -29,22 +29,22 @@ from support.text import seeded_text
 pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).parents[2]
-TEACHERS = "fullshard.recipes.distill"  # whose job trains the teacher
+TEACHERS = "fullshard.recipes.distill"  # its job trains the teacher
 DEFAULTS = ROOT / "src" / "fullshard" / "config" / "defaults"
 MACHINE = "accelerate_configs"
 CASES = sorted(
     path
     for folder in (DEFAULTS, ROOT / "examples")
     for path in folder.rglob("*.yaml")
-    if path.parent.name != MACHINE  # files of machines alone
-    and "apiVersion:" not in path.read_text()  # jobs of Kubernetes
+    if path.parent.name != MACHINE  # files that only describe machines
+    and "apiVersion:" not in path.read_text()  # Kubernetes jobs
 )
 HOST = 24 << 30
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A working folder with the models that the examples begin with, and small data."""
+    """A working folder with the initial models of the examples, and small data."""
     found = tmp_path_factory.mktemp("place")
     text = seeded_text(6000)
     (found / "text.txt").write_text(text)
@@ -74,7 +74,7 @@ def said(*words):
 
 
 def words_of(path):
-    """The command of an example, and its words."""
+    """Returns the command of an example and its arguments."""
     machines = [f"--config_file={file}" for file in (path.parent / MACHINE).glob("*.yaml")]
     is_sft = "sft" in path.parts[-3:][0] or path.stem.startswith("sft")
     is_distill = "distill" in str(path.relative_to(ROOT)) and not is_sft
@@ -95,7 +95,7 @@ def digest_of_the_engine(path, words):
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
-def test_a_plan_a_dry_run_and_the_run_are_one(ranks, path, place):
+def test_a_plan_a_dry_run_and_the_run_are_equal(ranks, path, place):
     command, words = words_of(path)
     plan, code = said("plan", *words)
     dry, dry_code = said(command, *words, "--dry-run")
@@ -126,13 +126,15 @@ def test_a_vocabulary_that_is_trained_later_is_planned_as_it_will_be(place, capl
     words = (file, "max_seq_length=32", "max_steps=2", "output_dir=out", f"backend={backend}")
     plan, dry = said("plan", *words)[0], said("train", *words, "--dry-run")[0]
     assert plan["plan"]["num_parameters"] == dry["planned"]["num_parameters"]
-    assert plan["plan"]["num_parameters"] > 2 * 8192 * 32  # not the class's own vocabulary
+    assert plan["plan"]["num_parameters"] > 2 * 8192 * 32  # not the class's default vocabulary
     assert "since a trace met" not in caplog.text  # a model of one layer is traced too
 
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize("limit", [1 << 20, 24 << 20])
-def test_what_cannot_fit_is_refused_with_its_plan_before_data_is_read(monkeypatch, place, limit):
+def test_a_run_that_cannot_fit_is_refused_with_its_plan_before_reading_data(
+    monkeypatch, place, limit
+):
     monkeypatch.setattr(host_memory, "limit", lambda: host_memory.Limit(limit))
     output = place / f"refused-{limit}"
     words = ("data.path=text.txt", f"output_dir={output}")
@@ -181,12 +183,12 @@ def test_a_disk_without_room_for_the_checkpoints_is_found_first(monkeypatch, pla
     words = ("data.path=text.txt", f"output_dir={place / 'full'}", "max_steps=500")
     found, code = said("train", *words, "--dry-run")
     assert code == 3
-    # Two that are kept and one that is written, each of weights and two moments; and the model.
+    # Two kept checkpoints and one being written, each weights and two moments; and the model.
     needed = (3 * 3 + 1) * 4 * 3279104 / 2**20
     assert f"expected {needed:.1f} MiB of disk" in found["error"]["message"]
     assert said("train", *words, "save_strategy=no", "--dry-run")[1] == 0
     cache = ("distill", "cache", f"teacher={place / 'runs' / 'train' / 'model'}", *words[:2])
-    assert said(*cache, "--dry-run")[1] == 0  # which saves no checkpoint
+    assert said(*cache, "--dry-run")[1] == 0  # JAX saves no checkpoint here
 
 
 def test_a_run_that_is_moved_aside_frees_no_disk(monkeypatch, place, tmp_path):
@@ -194,7 +196,7 @@ def test_a_run_that_is_moved_aside_frees_no_disk(monkeypatch, place, tmp_path):
     shutil.copytree(place / "runs" / "train", folder)
     (folder / "run.json").write_text('{"command": "train", "status": "failed"}')
     with (folder / "model" / "large").open("wb") as file:
-        file.truncate(1 << 30)  # a sparse file: as large as all checkpoints, without their bytes
+        file.truncate(1 << 30)  # a sparse file with the size of all checkpoints
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 30, 0, 1 << 20))
     words = ("data.path=text.txt", f"output_dir={folder}", "max_steps=5", "--dry-run")
@@ -243,7 +245,7 @@ def test_weights_without_their_tokenizer_need_the_key_that_trains_one(place, tmp
     assert (
         "teacher.name_or_path: expected weights with their tokenizer" in found["error"]["message"]
     )
-    assert said(*distill, "data.vocab_size=2000")[1] == 0  # so short a text gives 437 entries
+    assert said(*distill, "data.vocab_size=2000")[1] == 0  # so short a text yields 437 entries
     chance = random.Random(0)
     words = ("".join(chance.choices(ascii_lowercase, k=6)) for _ in range(4_000))
     (tmp_path / "words.txt").write_text(" ".join(words))
@@ -253,7 +255,7 @@ def test_weights_without_their_tokenizer_need_the_key_that_trains_one(place, tmp
     assert "teacher.config.vocab_size: expected at least" in found["error"]["message"]
 
 
-def test_a_page_that_cannot_be_written_is_said_before_anything_is_planned(monkeypatch):
+def test_a_page_that_cannot_be_written_is_an_error_before_planning(monkeypatch):
     monkeypatch.setattr(torch, "device", lambda *_: pytest.fail("planned"))
     found, code = said("plan", DEFAULTS / "main_job.yaml", "--out", "nowhere/page.html")
     assert code == 2

@@ -1,4 +1,4 @@
-"""What optimizers keep is in the plan to the byte, for each that a run may name."""
+"""The plan has the bytes of every optimizer's states exactly."""
 
 import json
 from typing import Any
@@ -26,15 +26,17 @@ from support.scripts import bytes_with_gradients, whole_parameters
 
 
 def memory_of(states):
-    """Bytes of tensors, tables that several share counted once."""
+    """Returns bytes of tensors; shared storage counts once."""
     tensors = [getattr(s, "to_local", lambda s=s: s)() for s in states if hasattr(s, "nbytes")]
     by_place = {tensor.data_ptr(): tensor for tensor in tensors if tensor.numel()}
     return sum(tensor.nbytes for tensor in by_place.values())
 
 
 def kept(words):
-    """Bytes of an optimizer's states on this rank after a step, and the plan's of the largest; of
-    whole tensors during the step, and the plan's. The first rank alone plans."""
+    """Returns bytes of states after a step, planned ones, bytes of full tensors, planned ones.
+
+    Only the first rank plans: for the rank with the largest states.
+    """
     config = load_config(None, [f"model.config={json.dumps(ODD_LLAMA)}", *words]).config
     model = build_sharded(config, given_model_config(config), torch.device("cpu"))
     optimizer = build_optimizer(model, config.training)
@@ -43,14 +45,14 @@ def kept(words):
     for watch in (lambda _: None, lambda params: seen.append(bytes_with_gradients(params))):
         optimizer.zero_grad()
         causal_lm_loss(model(input_ids=ids, use_cache=False).logits, ids)[0].backward()
-        with whole_parameters(watch):  # the first step also has those of the probe
+        with whole_parameters(watch):  # the first step also allocates for the probe
             optimizer.step()
     if config.training.ema_decay is not None:
         Average(optimizer, config.training.ema_decay).update()
     states = [value for state in optimizer.state.values() for value in state.values()]
     held = memory_of(states)
     is_owned = getattr(optimizer, "kind", "").startswith("owned")
-    if not is_owned or config.sharding.strategy == "no_shard":  # it updates what the model has
+    if not is_owned or config.sharding.strategy == "no_shard":  # it updates the model's parameters
         seen = [0]
     if dist.get_rank() > 0:
         return held, 0, max(seen), 0
@@ -85,24 +87,24 @@ def test_states_are_planned_to_the_byte(ranks, optim, run):
 
 
 @pytest.mark.parametrize("optim", ["muon", "adafactor"])
-def test_an_owners_update_makes_no_more_than_is_planned(optim):
-    """By torch's allocator, on the squares for which it makes the most."""
+def test_an_owners_update_allocates_no_more_than_planned(optim):
+    """Measured by torch's allocator on squares, which need the most memory."""
     settings = load_config(None, [f"optim={optim}"]).config.training
     weight = nn.Parameter(torch.randn(768, 768))
     weight.grad = torch.randn(768, 768)
     if optim == "muon":
-        optimizer: Any = torch.optim.Muon([weight], lr=1e-3, ns_steps=1)  # each makes the same
+        optimizer: Any = torch.optim.Muon([weight], lr=1e-3, ns_steps=1)  # each allocates the same
     else:
         optimizer = Adafactor([weight], lr=1e-3, relative_step=False, scale_parameter=False)
     optimizer.step()
     made = live_peak_bytes(optimizer.step) / weight.nbytes
     planned = states_of(settings).num_temporaries
-    # oneDNN's products take a MiB more on processors with AMX; a GPU's do not.
+    # oneDNN's products need one more MiB on processors with AMX; a GPU's do not.
     scratch = 2**20 / weight.nbytes
     assert planned - 0.2 < made <= planned + scratch
 
 
-def test_an_optimizer_of_ones_own_is_planned_by_bytes_an_element():
+def test_a_custom_optimizer_is_planned_by_bytes_per_element():
     plan = fs.plan(ODD_LLAMA, world_size=3, optimizer_bytes=2.5)
     largest = max(sum(s.numel for s in plan.view(rank).all_slices()) for rank in range(3))
     assert plan.memory[2].name == "optimizer (2.5 bytes)"

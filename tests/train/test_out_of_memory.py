@@ -1,4 +1,4 @@
-"""Running out of memory is answered with the plan and what would help."""
+"""Running out of memory is answered with the plan and with remedies."""
 
 import re
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ def test_an_allocation_that_fails_is_answered_with_the_plans_table_and_the_guilt
     assert "memory: expected to need " in said
     assert "optimizer (AdamW)" in said
     assert said.count("<- the largest") == 1
-    # Although it should have fitted: each takes less, and says how much.
+    # It should have fitted, so each advice needs less and states how much.
     *_, told = said.partition("what would help:\n")
     assert told.splitlines()
     assert all(
@@ -64,7 +64,7 @@ def test_a_run_that_cannot_even_be_built_is_answered_too(monkeypatch):
         session.train(config, found.folder, found.seat)
 
 
-def test_other_errors_pass_as_they_are_and_the_plan_is_not_asked():
+def test_other_errors_pass_unchanged_without_a_plan():
     def never():
         raise AssertionError("asked")
 

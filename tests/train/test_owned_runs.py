@@ -1,4 +1,4 @@
-"""Runs whose optimizer needs whole tensors: the bits of the library's own in one process."""
+"""Runs with optimizers of full tensors have the bits of the library's own in one process."""
 
 import json
 
@@ -20,7 +20,7 @@ from support.text import seeded_text
 
 
 def alone(model, optim):
-    """What one process steps, written out: nothing of fullshard chooses here."""
+    """Steps of one process; fullshard chooses nothing here."""
     named = dict(model.named_parameters())
     plain = {n for n in named if "norm" in n}
     decayed = [p for n, p in named.items() if n not in plain]
@@ -44,7 +44,7 @@ def alone(model, optim):
 
 
 def has_the_bits(optim, words):
-    """Three updates with gradients that are the same everywhere."""
+    """Compares three updates with gradients that are equal everywhere."""
     overrides = [f"model.config={json.dumps(ODD_LLAMA)}", f"optim={optim}", *words]
     numbers = ["learning_rate=1e-2", "weight_decay=0.1", "adam_epsilon=1e-6", "adam_beta2=0.999"]
     config = load_config(None, [*overrides, *numbers]).config
@@ -74,7 +74,7 @@ def has_the_bits(optim, words):
 @pytest.mark.parametrize(
     ("num_ranks", "words"),
     [
-        (2, ["strategy=full_shard"]),  # the short one
+        (2, ["strategy=full_shard"]),  # the short case
         (1, []),
         (2, ["strategy=no_shard"]),
         (4, ["strategy=hybrid_shard", "sharding.replicate=2"]),
@@ -88,7 +88,7 @@ def test_an_update_has_the_librarys_own_bits_on_every_mesh(ranks, num_ranks, wor
     ranks(num_ranks)(has_the_bits, optim, words)
 
 
-def test_what_is_not_installed_is_named(monkeypatch):
+def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"adamw_bnb_8bit needs bitsandbytes.*fullshard\[bnb\]"):
         check_optimizer(Optimizer.ADAMW_BNB_8BIT)
@@ -105,7 +105,7 @@ training: {{output_dir: {folder}/run, per_device_train_batch_size: 6, max_seq_le
 
 
 @pytest.mark.long
-def test_a_run_goes_on_over_other_ranks(tmp_path, fullshard):
+def test_a_run_resumes_on_another_number_of_ranks(tmp_path, fullshard):
     (tmp_path / "text.txt").write_text(seeded_text(300))
     (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path))
     for world_size, steps in ((2, 4), (3, 8)):

@@ -1,4 +1,4 @@
-"""On a device with streams, a run reads the numbers of a step after it queued the next one."""
+"""On a device with streams, a run reads a step's numbers after it queued the next step."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,7 +20,7 @@ NUM_STEPS, SPOILED = 6, 3
 
 
 class Device(SimpleNamespace):
-    """A device whose updates end when the host waits for them."""
+    """A device whose updates finish when the host waits for them."""
 
     def __init__(self, seen):
         super().__init__(seen=seen, queued=0)
@@ -34,7 +34,7 @@ class Device(SimpleNamespace):
 
 
 class Saves(Keeper):
-    """A keeper that saves after some steps, and is asked to stop while a step runs."""
+    """A keeper that saves after some steps, and gets a stop request during a step."""
 
     saves = True
 
@@ -59,7 +59,7 @@ class Saves(Keeper):
 def run(
     *, is_device=True, spoiled=(), skips=0, world_size=1, fused=True, optim="adamw_torch", **kept
 ):
-    """Trains for some steps; returns what happened in order, the rows and the weights."""
+    """Trains some steps; returns the order of events, the rows and the weights."""
     rank = torch.distributed.get_rank() if world_size > 1 else 0
     model, loop, recipe = make_loop(rank, world_size, 2, {}, rows := Rows())
     seen, micro_batches, loss = [], recipe.micro_batches, recipe.loss
@@ -105,7 +105,7 @@ def test_a_save_waits_for_the_steps_before_it():
     ]
 
 
-def test_a_run_stops_after_the_step_in_which_it_was_asked_to():
+def test_a_run_stops_after_the_step_of_the_stop_request():
     seen, rows, _ = run(stop=3)
     assert seen[-3:] == ["waited for 3", "saved 3", "asked to stop"]
     assert [row.step for row in rows] == [1, 2, 3]
@@ -113,7 +113,7 @@ def test_a_run_stops_after_the_step_in_which_it_was_asked_to():
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "sgd"])
 @on_ranks(2)
-def test_a_device_trains_as_if_the_host_waited_and_leaves_out_what_is_not_finite(optim):
+def test_a_device_skips_infinite_updates_as_if_the_host_waited(optim):
     settings = {"spoiled": (1, 4), "skips": 2, "world_size": 2, "optim": optim}
     _, rows, weights = run(is_device=False, **settings)
     _, others, found = run(**settings)

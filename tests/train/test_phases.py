@@ -1,4 +1,4 @@
-"""What the plan says of each phase of a run, beside what a run takes: live bytes, files on disk."""
+"""The planned memory of each phase of a run equals the measured live bytes and files."""
 
 import json
 from unittest.mock import patch
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def config_of(recompute, folder):
-    # In 16 bits the most of forward is less than the most of backward.
+    # In 16 bits the peak of forward is lower than that of backward.
     compute = "bfloat16" if recompute == "block" else "float32"
     words = MemoryCase("llama", "full_shard", recompute, compute).words()
     words = [w for w in words if "max_seq_length" not in w] + ["max_seq_length=128"]
@@ -42,7 +42,7 @@ def build(config):
 
 
 def forward(config):
-    """A model that has computed a loss, and no gradient."""
+    """Returns a model that has computed a loss, but no gradient."""
     (model, objective), training = build(config), config.training
     ids = torch.randint(2000, (training.per_device_train_batch_size, training.max_seq_length))
     loss = objective(model, {"input_ids": ids, "labels": ids.clone()})
@@ -57,7 +57,7 @@ def resume(config, checkpoint):
 
 
 def measured(recompute, folder, checkpoint):
-    """Live bytes on this rank by phase; on the first one, the plan's."""
+    """Returns live bytes on this rank by phase, and on the first rank the planned ones."""
     config = config_of(recompute, folder)
     with patch.object(memory_rank, "NUM_STEPS", 1):
         fs.save(checkpoint, *memory_rank.train(config))
@@ -84,7 +84,7 @@ def measured(recompute, folder, checkpoint):
 
 
 def stored_bytes(checkpoint):
-    """Of all tensors of the model and the optimizer, as the headers of their files say."""
+    """Returns bytes of all tensors of model and optimizer from the headers of their files."""
     total = 0
     for kind in (Kind.MODEL, Kind.OPTIMIZER):
         for path in checkpoint.glob(f"{kind}-*.safetensors"):
@@ -103,7 +103,7 @@ def stored_bytes(checkpoint):
         ("block", WeightsSource.FOLDER),
     ],
 )
-def test_each_phase_takes_what_the_plan_says(ranks, tmp_path, recompute, source):
+def test_each_phase_needs_the_planned_memory(ranks, tmp_path, recompute, source):
     folder = None
     if source is WeightsSource.FOLDER:
         from transformers import AutoModelForCausalLM
@@ -120,7 +120,7 @@ def test_each_phase_takes_what_the_plan_says(ranks, tmp_path, recompute, source)
 
 
 @pytest.mark.long
-def test_a_checkpoint_takes_the_disk_that_the_plan_says(ranks, tmp_path):
+def test_a_checkpoint_needs_the_planned_disk_space(ranks, tmp_path):
     checkpoint = tmp_path / "checkpoint"
     planned = ranks(2)(measured, "none", None, checkpoint, timeout=240)[0]["checkpoint"]
     assert stored_bytes(checkpoint) == planned

@@ -1,4 +1,4 @@
-"""The plan of a run that trains adapters alone, beside what its ranks hold."""
+"""The plan of a run that trains only adapters, compared with the memory of its ranks."""
 
 import json
 
@@ -18,7 +18,7 @@ from fullshard.planner.units import Place
 from fullshard.run.outlook import look_at
 
 RANK, WIDTH, INNER, NUM_LAYERS = 4, 128, 344, 4
-ADAPTERS = NUM_LAYERS * RANK * ((WIDTH + WIDTH) + (INNER + WIDTH))  # of q_proj, of down_proj
+ADAPTERS = NUM_LAYERS * RANK * ((WIDTH + WIDTH) + (INNER + WIDTH))  # of q_proj and down_proj
 
 
 def words_of(folder):
@@ -28,7 +28,7 @@ def words_of(folder):
 
 
 def held(folder):
-    """What this rank keeps after steps, and the most that it held; what was planned."""
+    """Returns state after steps and the peak on this rank, and the planned ones."""
     config = load_config(None, words_of(folder)).config
     kept = []
     peak = live_peak_bytes(lambda: kept.append(train(config)))
@@ -68,6 +68,6 @@ def test_only_adapters_have_gradients_and_states_in_the_plan(folder):
     rows = {row["name"]: row["bytes"] for row in found["rows"]}
     trained = 4 * ADAPTERS / 2
     assert trained <= rows["gradient shards"] <= 1.02 * trained  # padded
-    num_matrices = 2 * 2 * NUM_LAYERS  # each with a count of its steps
+    num_matrices = 2 * 2 * NUM_LAYERS  # each with a step count
     assert rows["optimizer (AdamW)"] == 2 * rows["gradient shards"] + 4 * num_matrices
     assert rows["parameter shards"] > 100 * trained

@@ -1,4 +1,4 @@
-"""Runs that end early go on by themselves, with the losses of a run that nobody disturbed."""
+"""Interrupted runs resume automatically, with the losses of an uninterrupted run."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from support import forked as subprocess
 from support import runs
 from support.processes import free_port, python
 
-pytestmark = pytest.mark.timeout(300)  # a test is up to three runs, each with a limit of its own
+pytestmark = pytest.mark.timeout(300)  # a test has up to three runs, each with its own limit
 
 STEPS = 24
 KILLED = ("rank 1", "all")
@@ -62,7 +62,7 @@ def numbers(config):
 
 
 def at_step(config, step, process):
-    """Return once a step's row is written."""
+    """Returns once a step's row is written."""
     while f"loss {step}" not in numbers(config):
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.01)
@@ -70,7 +70,7 @@ def at_step(config, step, process):
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory):
-    """The undisturbed run."""
+    """The uninterrupted run."""
     config = write(tmp_path_factory.mktemp("calm"))
     finish(config)
     return config
@@ -89,7 +89,7 @@ def test_a_run_saves_its_last_step_and_every_few(calm):
 @pytest.mark.parametrize(
     "whom", ["sigterm", *(pytest.param(w, marks=pytest.mark.slow) for w in KILLED)]
 )
-def test_a_stopped_run_goes_on_with_the_same_losses(calm, tmp_path, whom):
+def test_a_stopped_run_resumes_with_the_same_losses(calm, tmp_path, whom):
     config = write(tmp_path)
     restarts = ("--max-restarts", "1") if whom == "rank 1" else ()
     process = start(config, *restarts)
@@ -127,7 +127,7 @@ def test_a_stopped_run_goes_on_with_the_same_losses(calm, tmp_path, whom):
 
 @pytest.mark.slow
 def test_more_steps_other_ranks_and_a_damaged_checkpoint(calm, tmp_path):
-    """The newest checkpoint is damaged, and the run goes on for longer on three ranks."""
+    """The newest checkpoint is damaged, and the run continues for longer on three ranks."""
     config = write(tmp_path, calm.parent / "text.txt")
     shutil.copytree(calm.parent / "run", tmp_path / "run")
     newest = tmp_path / "run" / "checkpoints" / "step-00000024"
@@ -145,12 +145,12 @@ def test_more_steps_other_ranks_and_a_damaged_checkpoint(calm, tmp_path):
     assert sorted(int(key.split()[1]) for key in found if key.startswith("loss")) == [*range(1, 27)]
     for step in range(1, 17):
         assert found[f"loss {step}"] == wanted[f"loss {step}"]
-    # The rate's decay ends later now; the first loss after the resume still has the old weights.
+    # The learning rate decays longer now; the first loss after the resume uses the old weights.
     assert found["loss 17"] == pytest.approx(wanted["loss 17"], abs=1e-5)
 
 
 def unusable(folder, how):
-    """Make every checkpoint of a later format, or flip a bit of it; returns all that is there."""
+    """Makes every checkpoint one of a later format, or flips a bit; returns all files."""
     for path in (folder / "checkpoints").iterdir():
         last = path / "COMPLETE.json"
         if how == "newer":
@@ -179,7 +179,7 @@ def test_a_run_never_trains_over_checkpoints_that_it_cannot_read(calm, tmp_path,
 
 
 @pytest.mark.slow
-def test_a_run_begins_from_another_runs_checkpoint(calm, tmp_path):
+def test_a_run_starts_from_another_runs_checkpoint(calm, tmp_path):
     config = write(tmp_path)
     path = calm.parent / "run" / "checkpoints" / "step-00000008"
     finish(config, "--resume", str(path))
@@ -205,10 +205,10 @@ def test_a_start_that_another_one_overtakes_names_it(calm, tmp_path, monkeypatch
     assert "training.output_dir: expected a folder that no run uses" in done.err
 
 
-def test_a_run_that_another_start_began_since_the_check_is_left_alone(
+def test_a_run_started_by_another_process_since_the_check_is_not_changed(
     tmp_path, monkeypatch, fullshard
 ):
-    """Its data, model and steps were not those that this start has compared."""
+    """This start has not compared its data, model and steps."""
     config, run = write(tmp_path), tmp_path / "run"
     with begin(run, "train"):
         pass
@@ -340,17 +340,17 @@ def test_dry_run_says_what_a_resume_would_do_or_refuse(
 def test_dry_run_names_the_checkpoint_that_a_restart_loads(calm, tmp_path, fullshard):
     shutil.copytree(calm.parent / "run", tmp_path / "run")
     state = tmp_path / "run" / "checkpoints" / "step-00000024" / "state.json"
-    state.write_text(state.read_text().replace("{", "[", 1))  # of the same size
+    state.write_text(state.read_text().replace("{", "[", 1))  # with the same size
     done = fullshard("train", calm, f"output_dir={tmp_path}/new", "max_steps=26", "--dry-run",
                      "--resume", tmp_path / "run", code=0)  # fmt: skip
     assert "a new run starts with the model and optimizer of step 16" in done.out + done.err
 
 
-def test_a_run_that_goes_on_keeps_its_tokens_and_reads_its_record(calm, tmp_path, fullshard):
+def test_a_resumed_run_keeps_its_tokens_and_reads_its_record(calm, tmp_path, fullshard):
     config = write(tmp_path)
     shutil.copytree(calm.parent / "run", tmp_path / "run")
     words = ("train", config, "max_steps=26", "--dry-run")
-    for file in ("data/dataset.json", "config.yaml"):  # those of the run are below another folder
+    for file in ("data/dataset.json", "config.yaml"):  # the run's folder is another one
         path = tmp_path / "run" / file
         path.write_text(path.read_text().replace(str(calm.parent), str(tmp_path)))
     assert fullshard(*words).exit_code == 0
@@ -363,12 +363,12 @@ def test_a_run_that_goes_on_keeps_its_tokens_and_reads_its_record(calm, tmp_path
     model.write_text(kept)
     text = tmp_path / "text.txt"
     text.write_text(text.read_text().replace("1 and 1 is 2", "1 and 1 is 3", 1))  # as many tokens
-    shutil.rmtree(tmp_path / "run" / "data")  # as a kill leaves it while its parts are replaced
+    shutil.rmtree(tmp_path / "run" / "data")  # as after a kill while its parts were replaced
     changed = fullshard(*words, code=2)
     assert "data.path: expected the data of the run that resumes" in changed.err
     record = json.loads((calm.parent / "run" / "run.json").read_text())
     del record["last_saved_step"]
-    unsaved = json.dumps({**record, "status": "failed"})  # it ended before its first save
+    unsaved = json.dumps({**record, "status": "failed"})  # it stopped before its first save
     (tmp_path / "run" / "run.json").write_text(unsaved)
     (tmp_path / "run" / "checkpoints").rename(tmp_path / "aside")
     assert "6 samples per step stay" in fullshard(*words, "train_batch_size=8", code=0).err

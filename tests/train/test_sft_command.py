@@ -1,4 +1,4 @@
-"""`fullshard sft` on real ranks: adapters alone and merged, going on, the recipe of other tools."""
+"""`fullshard sft` on real ranks: adapters, merged weights, resuming, the recipe of other tools."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ lora_target_modules: [q_proj, down_proj]
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A model folder, chat data, and the two files of the command."""
+    """A model folder, chat data, and the two configuration files of the command."""
     folder = tmp_path_factory.mktemp("sft")
     text = write_chats(folder / "chat.jsonl", 96)
     write_model(folder / "base", small_config(), text)
@@ -82,7 +82,7 @@ def test_trained_text_without_the_end_of_generated_text_is_told(
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # in peft
-def test_the_recipe_of_other_tools_trains_adapters_and_goes_on(
+def test_the_recipe_of_other_tools_trains_adapters_and_resumes(
     fullshard, files, monkeypatch, caplog
 ):
     from peft import PeftModel

@@ -1,4 +1,4 @@
-"""Why a run ends, or leaves a step out: a signal, losses that stay, infinite gradients."""
+"""Why a run stops or skips a step: a signal, stagnating losses, infinite gradients."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -22,7 +22,7 @@ from support.ranks import RankError, on_ranks
 
 
 class Keeper:
-    """Notes what it is asked; a run that is always asked to stop, or never."""
+    """A run that is always asked to stop, or never; records the questions."""
 
     saves = True
 
@@ -40,7 +40,7 @@ class Keeper:
 
 
 class StopsAtTheSecondQuestion(Keeper):
-    """A keeper whose rank 1 is asked to stop while the held-out batches run."""
+    """Rank 1 is asked to stop while the held-out batches run."""
 
     def __init__(self, rank, rows, *, saves=True):
         super().__init__(stops=False)
@@ -64,7 +64,7 @@ def evaluates_every_step(rank, rows):
 
 
 @on_ranks(2)
-def test_a_stop_leaves_an_evaluation_which_is_made_up_for_when_the_run_goes_on():
+def test_a_stop_skips_an_evaluation_that_the_resumed_run_repeats():
     rank, rows = torch.distributed.get_rank(), Rows()
     loop = evaluates_every_step(rank, rows)
     loop.keeper = keeper = StopsAtTheSecondQuestion(rank, rows)
@@ -81,7 +81,7 @@ def test_a_stop_leaves_an_evaluation_which_is_made_up_for_when_the_run_goes_on()
 
 @pytest.mark.parametrize("saves", [True, False])
 @on_ranks(2)
-def test_the_last_evaluation_is_left_too_if_the_run_is_saved(saves):
+def test_the_last_evaluation_is_also_skipped_if_the_run_is_saved(saves):
     rank, rows = torch.distributed.get_rank(), Rows()
     loop = evaluates_every_step(rank, rows)
     loop.settings = replace(loop.settings, eval_every=0)
@@ -93,7 +93,7 @@ def test_the_last_evaluation_is_left_too_if_the_run_is_saved(saves):
 
 
 class GetsNoBetter(Loop):
-    """Held-out losses as given, in the place of those of the model."""
+    """Replaces the held-out losses of the model by given ones."""
 
     losses = (3.0, 2.0, 1.95, 2.5, 1.0)
 
@@ -102,7 +102,7 @@ class GetsNoBetter(Loop):
 
 
 @on_ranks(2)
-def test_losses_that_stay_end_the_run_and_its_last_step_is_kept():
+def test_stagnating_losses_stop_the_run_and_keep_its_last_step():
     patience = Patience(2, threshold=0.1)
     rows = Rows()
     _, bare, recipe = make_loop(torch.distributed.get_rank(), 2, 1, {}, rows)
@@ -110,7 +110,7 @@ def test_losses_that_stay_end_the_run_and_its_last_step_is_kept():
     settings = replace(bare.settings, num_steps=5, eval_every=1, patience=patience)
     loop = GetsNoBetter(bare.trainee, recipe, settings, bare.team, rows, keeper)
     loop.run()
-    loop.run(done=keeper.kept[-1][0])  # goes on where it ended, and ends at once
+    loop.run(done=keeper.kept[-1][0])  # resumes where it stopped, and stops at once
     assert [row.step for row in rows.saves] == [2, 4]
     assert all(row.save_s > 0 for row in rows.saves)
     assert [row.step for row in rows.steps] == [1, 2, 3, 4]
@@ -121,7 +121,7 @@ def test_losses_that_stay_end_the_run_and_its_last_step_is_kept():
     assert patience.state_dict() == {"best": 2.0, "waited": 2, "step": 4}
 
 
-def test_patience_that_is_loaded_goes_on_counting():
+def test_a_loaded_patience_continues_to_count():
     patience = Patience(2)
     patience.load_state_dict({"best": 2.0, "waited": 1})
     patience.see(1.0, 1)
@@ -136,7 +136,7 @@ def test_patience_that_is_loaded_goes_on_counting():
 
 
 def count_what_was_made_up_for_before_a_crash():
-    """The rows have the loss of step 2; the checkpoint that the run goes on from is older."""
+    """The rows have the loss of step 2; the loaded checkpoint is older."""
     rows = Rows()
     rows.tell(EvalRow(2, GetsNoBetter.losses[1]))
     _, bare, recipe = make_loop(torch.distributed.get_rank(), 2, 1, {}, rows)
@@ -154,7 +154,7 @@ def test_an_evaluation_that_a_crash_took_from_the_checkpoint_counts(ranks):
     assert ranks(2)(count_what_was_made_up_for_before_a_crash) == [expected] * 2
 
 
-def test_a_checkpoint_that_does_not_say_its_last_evaluation_lacks_none():
+def test_a_checkpoint_without_a_last_evaluation_lacks_no_evaluation():
     patience = Patience(2)
     assert patience.lacks(4)
     patience.load_state_dict({"best": 2.0, "waited": 1})
@@ -214,7 +214,7 @@ def test_one_infinity_more_than_allowed_ends_the_run(ranks):
 
 
 class Reads(TorchDispatchMode):
-    """Counts what the host reads of tensors."""
+    """Counts values that the host reads of tensors."""
 
     count = 0
 
@@ -224,7 +224,7 @@ class Reads(TorchDispatchMode):
 
 
 class WithoutCounts(RaggedRecipe):
-    """Knows the number of label tokens beforehand, as a recipe of text does."""
+    """Knows the number of label tokens in advance, like a recipe of text."""
 
     tokens_per_step = 8
 
@@ -241,11 +241,11 @@ def test_an_update_reads_its_loss_and_its_norm_at_once():
         batches = recipe.micro_batches(step)
         with Reads() as reads, patch("fullshard.engine.clip.is_at_hand", lambda _: False):
             loop.trainee.update(step, batches, loop)
-    assert reads.count == 0  # one `tolist`, which is no operation
+    assert reads.count == 0  # one `tolist`, which is not an operation
 
 
 class Waits(TorchFunctionMode):
-    """Notes when the host reads the loss and the norm of a step, for which it waits on a GPU."""
+    """Records when the host reads the loss and norm of a step, for which it would wait on a GPU."""
 
     def __init__(self, seen):
         super().__init__()
@@ -258,7 +258,7 @@ class Waits(TorchFunctionMode):
 
 
 class NotedBatches(WithoutCounts):
-    """Notes which batches are made, and fails once those of a step are asked for."""
+    """Records which batches are made, and fails once those of a step are requested."""
 
     def __init__(self, seen, last):
         super().__init__(0, 1, 1)
@@ -289,7 +289,7 @@ def test_batches_that_cannot_be_made_end_the_run_after_the_step_before():
     assert len(rows.steps) == 2
 
 
-def test_a_step_without_a_token_to_learn_is_told(caplog):
+def test_a_step_without_label_tokens_is_reported(caplog):
     _, loop, recipe = make_loop(0, 1, 1, {}, rows := Rows())
     made = recipe.micro_batches
     recipe.micro_batches = lambda step: [blank(one) if step == 1 else one for one in made(step)]
@@ -298,7 +298,7 @@ def test_a_step_without_a_token_to_learn_is_told(caplog):
     assert [row.loss == 0 for row in rows.steps[:3]] == [False, True, False]
 
 
-def test_a_step_on_a_device_is_over_when_its_update_is():
+def test_a_step_on_a_device_ends_with_its_update():
     _, loop, recipe = make_loop(0, 1, 1, {}, Rows())
     seen, trainee = [], loop.trainee
     trainee.optimizer.register_step_post_hook(lambda *_: seen.append("update"))
@@ -310,7 +310,7 @@ def test_a_step_on_a_device_is_over_when_its_update_is():
 
 
 @on_ranks(2)
-def test_a_stop_while_an_evaluation_is_made_up_for_takes_no_step():
+def test_a_stop_during_a_repeated_evaluation_takes_no_step():
     rows, keeper = Rows(), Keeper(stops=True)
     loop = evaluates_every_step(torch.distributed.get_rank(), rows)
     loop.keeper = keeper
@@ -329,12 +329,12 @@ def train_a_bad_loss_in_fp16():
     loop.run()
 
 
-def test_no_scale_of_fp16_mends_a_loss_that_is_infinite():
+def test_an_infinite_loss_is_not_retried_at_other_fp16_scales():
     with pytest.raises(DivergedError, match=r"loss of step 2: expected a finite number"):
         train_a_bad_loss_in_fp16()
 
 
-def test_numbers_that_no_update_made_are_not_blamed_on_the_learning_rate():
+def test_infinities_before_any_update_are_not_blamed_on_the_learning_rate():
     nan = float("nan")
     assert "check initial weights (also a teacher's) and model.config" in diverged("loss", nan, 1)
     for what, step in (("held-out loss", 1), ("loss", 2)):

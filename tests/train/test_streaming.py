@@ -1,4 +1,4 @@
-"""Text that is tokenized while ranks train, and documents that are kept apart."""
+"""Text that is tokenized during training, and documents that do not attend to each other."""
 
 import copy
 import itertools
@@ -67,7 +67,7 @@ def order_of(*args, **more):
 
 
 def steps_of(data, order, ranks, steps):
-    """The tokens of every step, over all ranks, by the makers that ranks give to their workers."""
+    """Returns the tokens of every step over all ranks, from the makers of the ranks' workers."""
     nothing = np.empty((0, ranks, 1), np.int64)
     makers = [
         pickle.loads(pickle.dumps(BatchMaker(data.without_tokenizer(), order, nothing, rank)))
@@ -89,7 +89,7 @@ def test_a_step_has_the_same_rows_for_any_ranks_and_after_a_resume(tmp_path, tok
     assert 2 * BUFFER < 40 * 4
     two = order_of(data, 2, 2)
     assert list(steps_of(data, two, 2, range(40))) == expected
-    four = order_of(data, 1, 3, batch=4)  # a place stays empty
+    four = order_of(data, 1, 3, batch=4)  # one slot stays empty
     found = [[row for row in step if any(row)] for step in steps_of(data, four, 3, range(10))]
     assert all(len(rows) >= 4 for rows in found)
     assert all(
@@ -105,8 +105,8 @@ def test_a_step_has_the_same_rows_for_any_ranks_and_after_a_resume(tmp_path, tok
     assert list(steps_of(again, order, 1, range(38, 40))) == expected[38:]
 
 
-def test_a_pass_has_the_tokens_of_data_that_is_tokenized_first(tmp_path, tokenizer):
-    """Parts in their own order make one text; every part once a pass."""
+def test_a_pass_has_the_tokens_of_data_tokenized_in_advance(tmp_path, tokenizer):
+    """Parts in order form one text; each part occurs once per pass."""
     found = sources(tmp_path, 600)
     whole = make_dataset(
         found, DatasetSettings(LENGTH, 300, DataConfig(validation_fraction=0.1)), tokenizer
@@ -132,7 +132,7 @@ def test_a_pass_has_the_tokens_of_data_that_is_tokenized_first(tmp_path, tokeniz
     assert data.facts.num_held_out_sequences == whole.facts.num_held_out_sequences
 
 
-def test_only_what_is_needed_and_a_few_parts_ahead_is_tokenized(tmp_path, tokenizer, monkeypatch):
+def test_only_needed_parts_and_a_few_ahead_are_tokenized(tmp_path, tokenizer, monkeypatch):
     data = make_dataset(sources(tmp_path, 2000), STREAMED, tokenizer)
     count, before = len(data.train.found.parts[0].shards), num_made(tmp_path)
     assert count > 15
@@ -184,7 +184,7 @@ def test_a_default_buffer_above_one_small_source_reads_every_sequence_once_in_a_
     assert sorted(rows[size:].tolist()) == list(range(size, 2 * size))
 
 
-def test_documents_that_nothing_separates_are_named_in_a_note(tmp_path, tokenizer):
+def test_documents_without_separators_are_named_in_a_note(tmp_path, tokenizer):
     endless = copy.deepcopy(tokenizer)
     endless.eos_token = None
     said = "the tokenizer has no end-of-text token: nothing separates the documents"
@@ -231,7 +231,7 @@ def test_an_id_out_of_range_in_a_later_part_is_named_where_it_is_reached(
         data.train.take(np.arange(1000))
 
 
-def test_streams_at_once_make_a_part_once(tmp_path, tokenizer, monkeypatch):
+def test_concurrent_streams_tokenize_a_part_once(tmp_path, tokenizer, monkeypatch):
     data = make_dataset(sources(tmp_path, 600), STREAMED, tokenizer)
     made, make = [], tokenize.make
     monkeypatch.setattr(
@@ -240,14 +240,14 @@ def test_streams_at_once_make_a_part_once(tmp_path, tokenizer, monkeypatch):
     both = [pickle.loads(pickle.dumps(data.train)) for _ in range(2)]
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(lambda rows: rows.take(np.arange(600)), both))
-    done = list(made)  # a thread makes the next part
+    done = list(made)  # a thread tokenizes the next part
     assert len(done) == len(set(done)) > 3
 
 
 @pytest.mark.parametrize(
     ("command", "said"), [(Command.SFT, "conversations"), (Command.CACHE, "a cache of the teacher")]
 )
-def test_what_needs_all_rows_first_is_refused(tmp_path, tokenizer, command, said):
+def test_settings_that_need_all_rows_first_are_refused(tmp_path, tokenizer, command, said):
     (tmp_path / "a.txt").write_text(seeded_text(50))
     llama = {"config": {"model_type": "llama"}}
     data = {"path": str(tmp_path / "a.txt"), "streaming": True}
@@ -265,8 +265,8 @@ def test_the_baseline_is_off_for_a_stream_and_cannot_be_asked_for():
 # ---- documents -----------------------------------------------------------------------------------
 
 
-def test_arrays_with_another_end_of_documents_are_other_data(tmp_path, tokenizer):
-    """A run that resumes with another eos_token would divide the same tokens otherwise."""
+def test_arrays_with_another_end_of_documents_count_as_other_data(tmp_path, tokenizer):
+    """A resumed run with another eos_token would divide the same tokens differently."""
     np.save(tmp_path / "a.npy", np.arange(200, dtype=np.uint16))
     other = copy.deepcopy(tokenizer)
     other.eos_token = other.convert_ids_to_tokens(5)
@@ -278,7 +278,7 @@ def test_arrays_with_another_end_of_documents_are_other_data(tmp_path, tokenizer
         assert (found[0].facts.fingerprint != found[1].facts.fingerprint) is apart
 
 
-def test_documents_of_a_sequence_are_learned_as_if_each_were_alone(tmp_path, tokenizer):
+def test_documents_of_a_sequence_are_learned_independently(tmp_path, tokenizer):
     for number in range(30):
         (tmp_path / "data").mkdir(exist_ok=True)
         (tmp_path / "data" / f"{number:02}.txt").write_text(seeded_text(2 + number % 3))

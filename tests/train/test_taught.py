@@ -1,4 +1,4 @@
-"""A teacher is in the plan: what it keeps, what its forward makes, and the loss in chunks."""
+"""The plan includes a teacher: its weights, its forward, and the loss in chunks."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def config_of(folder, strategy, words):
 
 
 def learn(config):
-    """A few steps as the loop of `fullshard distill` takes them."""
+    """Runs a few steps like the loop of `fullshard distill`."""
     training, seat = (
         config.training,
         Seat(dist.get_rank(), dist.get_world_size(), torch.device("cpu")),
@@ -92,7 +92,7 @@ def test_a_teachers_memory_is_in_the_plan(ranks, folder, strategy, words):
     assert bool(found[0][0][Place.HOST]) == ("distill.teacher_offload=cpu" in words)
 
 
-def test_the_plan_says_what_is_the_teachers(folder):
+def test_the_plan_lists_the_teachers_memory(folder):
     outlook = look_at(config_of(folder, "full_shard", []), 4, Machine(None, None))
     rows = {row.name: row.num_bytes for row in outlook.rows}
     theirs = sum(
@@ -103,12 +103,12 @@ def test_the_plan_says_what_is_the_teachers(folder):
 
 
 @pytest.mark.long
-def test_what_is_left_to_the_planner_leaves_room_for_the_teacher(folder):
+def test_the_planners_choice_leaves_room_for_the_teacher(folder):
     words = ["train_batch_size=16", "distill.chunk_size=100"]
     whole = [*words, "per_device_train_batch_size=8"]
     most = look_at(config_of(folder, "full_shard", whole), 2, Machine(None, None))
     theirs = sum(row.num_bytes for row in most.rows if row.name.startswith(TEACHER))
-    # With the headroom, all samples at once would fit beside half of the teacher.
+    # With this headroom, all samples at once would fit with half of the teacher.
     limit = round((most.peak_bytes[Place.DEVICE] - theirs / 2) / (1 - HEADROOM))
     asked = config_of(folder, "auto", [*words, "per_device_train_batch_size=auto"])
     check_command(asked, Command.DISTILL)

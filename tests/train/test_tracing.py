@@ -1,4 +1,4 @@
-"""Micro-batches traced on the model: in part for deep models, not at all for odd ones."""
+"""Tracing micro-batches on the model: partly for deep models, not at all for unusual ones."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ DEEPSEEK = {
 
 @pytest.fixture(autouse=True)
 def _traces():
-    """Every trace is made here, not shared as in other files."""
+    """Disables the shared cache of traces."""
 
 
 def model_of(kind, num_blocks, **fields):
@@ -51,14 +51,12 @@ def traced(model, samples=2, **sharding):
         ("llama", "none", {}),
         ("llama", "every_2", {}),
         ("llama", "every_3", {}),  # 14 is no multiple of 3
-        ("deepseek_v3", "none", DEEPSEEK),  # whose first three blocks are dense
-        ("llama", "none", {"vocab_size": 2000}),  # whose ends are units
+        ("deepseek_v3", "none", DEEPSEEK),  # its first three blocks are dense
+        ("llama", "none", {"vocab_size": 2000}),  # its ends are units
         ("gemma2", "block", {"head_dim": 8, "sliding_window": 8}),  # two kinds of blocks in turn
     ],
 )
-def test_a_deep_model_traced_in_part_is_what_it_is_traced_whole(
-    monkeypatch, kind, recompute, fields
-):
+def test_a_partial_trace_of_a_deep_model_equals_a_full_one(monkeypatch, kind, recompute, fields):
     model = model_of(kind, 14, **fields)
     in_part = traced(model, activation_checkpointing=recompute)
     monkeypatch.setattr(outlook, "MOST_BLOCKS", 14)
@@ -70,7 +68,7 @@ def test_a_rank_of_a_tensor_axis_keeps_the_activations_of_its_part():
     part = one_place(model, config).model
     found = Tracer(part, 32)(fs.plan(model, config, world_size=2), config, 2)
     whole, half = traced(model), found and found.whole
-    assert whole.total / 2 < half.total < whole.total  # norms and logits are not divided
+    assert whole.total / 2 < half.total < whole.total  # norms and logits are not sharded
     mlp = model.get_submodule("model.layers.0.mlp.up_proj").weight
     assert part.get_submodule("model.layers.0.mlp.up_proj").weight.shape[0] * 2 == mlp.shape[0]
 
@@ -95,7 +93,7 @@ def test_a_gpus_attention_keeps_no_scores_where_keys_are_wider_than_values():
     assert here.total - there.total > scores
 
 
-def test_every_strategy_asks_for_one_trace(monkeypatch):
+def test_every_strategy_needs_one_trace(monkeypatch):
     model, calls = model_of("llama", 2), []
 
     def counted(*args, **kwargs):
@@ -110,8 +108,8 @@ def test_every_strategy_asks_for_one_trace(monkeypatch):
     assert len(calls) == 1
 
 
-def test_what_the_ledger_reads_of_tensors_is_no_call_of_the_model(monkeypatch):
-    """A trace took a fifth longer."""
+def test_reads_of_the_ledger_are_not_traced_as_calls_of_the_model(monkeypatch):
+    """Otherwise a trace would take a fifth longer."""
     seen, look = [], Calls.__torch_function__
 
     def note(calls, func, *given):
@@ -124,7 +122,7 @@ def test_what_the_ledger_reads_of_tensors_is_no_call_of_the_model(monkeypatch):
     assert torch.Tensor.untyped_storage not in seen
 
 
-def test_a_model_that_looks_at_numbers_is_counted_from_shapes():
+def test_a_model_that_reads_values_is_counted_from_shapes():
     model = model_of("llama", 2)
 
     def forward(input_ids, **_):
@@ -152,7 +150,7 @@ def test_a_model_that_loops_over_its_tokens_is_counted_from_shapes(monkeypatch):
     assert traced(model) is None
 
 
-def test_a_traced_model_is_left_as_it_was():
+def test_a_traced_model_is_unchanged():
     model = model_of("llama", 14)
     before = {name: (id(value), value.device.type) for name, value in model.named_parameters()}
     forwards = [vars(module).get("forward") for module in model.modules()]
@@ -163,7 +161,7 @@ def test_a_traced_model_is_left_as_it_was():
     assert model.config.num_hidden_layers == 14
 
 
-def test_a_large_gradient_is_let_go_before_the_next_is_made():
+def test_a_large_gradient_is_freed_before_the_next_is_made():
     layers = [torch.nn.Linear(300, 300, bias=False) for _ in range(4)]
     model = torch.nn.Sequential(*layers).to("meta")
 

@@ -1,4 +1,4 @@
-"""`fullshard train` on real ranks: what it leaves, and that ranks do not change what is learnt."""
+"""`fullshard train` on real ranks: its files, and equal learning on any number of ranks."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run that has ended."""
+    """A finished run."""
 
     folder: Path
     exit_code: int
@@ -89,7 +89,7 @@ def test_run_leaves_every_file_of_the_contract(two_ranks):
     assert not [x for x in files_at(folder.parent).files if x.is_relative_to(folder)]
     with pytest.raises(DataError, match="got none"):
         files_at(folder / "checkpoints")
-    # The lock stays: who removed it would take it from under a run that just opened it.
+    # The lock stays: removing it would race with a run that just opened it.
     assert {name for name in names if Path(name).name.startswith(".")} == {LOCK}
 
 
@@ -170,7 +170,7 @@ def test_saved_model_reloads_in_transformers_with_the_loss_of_the_last_evaluatio
     assert tokenizer.decode(tokenizer("Ada has 3 boats")["input_ids"]) == "Ada has 3 boats"
 
 
-def test_output_without_a_terminal_is_plain_and_rank_0s_alone(two_ranks):
+def test_output_without_a_terminal_is_plain_and_only_of_rank_0(two_ranks):
     assert "\x1b" not in two_ranks.out
     assert "\r" not in two_ranks.out
     for label in ("model", "data", "mesh", "plan", "state", "dtypes", "batch", "steps"):
@@ -195,7 +195,7 @@ def test_report_is_one_file_that_loads_nothing(two_ranks):
     assert "interpolated bigram" in page
 
 
-def test_generate_goes_on_from_a_prompt_and_depends_on_the_seed_alone(two_ranks, fullshard):
+def test_generate_continues_a_prompt_and_depends_only_on_the_seed(two_ranks, fullshard):
     words = ("--prompt", "Ada has", "--max-new-tokens", "12", "--json", "--seed")
     first, again = (
         json.loads(fullshard("generate", two_ranks.folder, *words, "1").out) for _ in range(2)
@@ -208,17 +208,17 @@ def test_generate_goes_on_from_a_prompt_and_depends_on_the_seed_alone(two_ranks,
     assert first["model"] == other["model"] == str(two_ranks.folder / "model")
 
 
-def test_generate_at_temperature_zero_takes_the_likeliest_token_from_any_start(
+def test_generate_at_temperature_zero_takes_the_likeliest_token_from_any_prompt(
     two_ranks, fullshard
 ):
     words = ("--temperature", "0", "--json", "--seed")
     results = [json.loads(fullshard("generate", two_ranks.folder, *words, n).out) for n in "12"]
     assert results[0]["continuation"] == results[1]["continuation"]
-    assert results[0]["num_new_tokens"] <= 63  # 64 positions, one of which begins the text
+    assert results[0]["num_new_tokens"] <= 63  # 64 positions, one of them for the start token
     assert results[0]["prompt"] == ""
 
 
-def test_generate_goes_on_from_every_prompt_of_a_file_as_from_each_alone(
+def test_generate_continues_every_prompt_of_a_file_as_if_it_were_alone(
     two_ranks, fullshard, tmp_path
 ):
     prompts = ["Ada has", "The", "the", "Once upon a time"]
@@ -271,7 +271,7 @@ def test_generate_on_ranks_that_share_the_model_writes_the_same(two_ranks, fulls
         ),
     ],
 )
-def test_generate_says_what_it_cannot_use(tmp_path, monkeypatch, fullshard, words, expected):
+def test_generate_names_what_it_cannot_use(tmp_path, monkeypatch, fullshard, words, expected):
     monkeypatch.chdir(tmp_path)
     done = fullshard("generate", *words, code=2)
     assert expected in done.err
@@ -288,19 +288,19 @@ def test_one_rank_with_the_same_global_batch_learns_the_same(two_ranks, one_rank
         assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-4)
 
 
-def test_json_is_the_record_alone_and_the_rest_goes_to_standard_error(one_rank):
+def test_json_prints_only_the_record_and_the_rest_to_standard_error(one_rank):
     result = json.loads(one_rank.out)
     assert Path(result.pop("run_dir")) == one_rank.folder
     assert result == one_rank.record
     assert "held-out loss" in one_rank.err
 
 
-def test_finished_run_is_moved_and_its_model_can_be_trained_on(one_rank, fullshard, caplog):
+def test_a_finished_run_is_moved_and_its_model_can_be_trained_further(one_rank, fullshard, caplog):
     place = one_rank.folder.parent
     lines = seeded_text(200, seed=1).splitlines()
     records = "".join(json.dumps({"story": line}) + "\n" for line in lines)
     (place / "more.jsonl").write_text(records)
-    shutil.copytree(one_rank.folder, place / "run.1")  # where the older run will not go
+    shutil.copytree(one_rank.folder, place / "run.1")  # the older run will not be moved there
     again = start(
         fullshard,
         place,
@@ -326,7 +326,7 @@ def test_finished_run_is_moved_and_its_model_can_be_trained_on(one_rank, fullsha
     assert not torch.equal(*(m.get_parameter("model.norm.weight") for m in models))
 
 
-def test_diverged_run_ends_with_code_9_and_says_where(tmp_path, fullshard, write_config):
+def test_a_diverged_run_ends_with_code_9_and_names_the_step(tmp_path, fullshard, write_config):
     words = ("optim=sgd", "learning_rate=1e18", "max_grad_norm=0", "eval_strategy=no")
     run = start(fullshard, tmp_path, write_config(tmp_path), *words)
     assert run.exit_code == 9, run.err
@@ -341,7 +341,7 @@ def test_diverged_run_ends_with_code_9_and_says_where(tmp_path, fullshard, write
 
 @pytest.mark.slow
 def test_torchrun_starts_the_same_run(tmp_path, write_config, fullshard):
-    """Also where rank 0's checks complete the configuration: here with the model's length."""
+    """Rank 0's checks complete the configuration, here with the model's length."""
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2")
     config = write_config(tmp_path)
     config.write_text(config.read_text().replace("  max_seq_length: 32\n", ""))

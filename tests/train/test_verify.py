@@ -1,4 +1,4 @@
-"""`fullshard verify` as a command: what it shrinks, compares, prints and ends with."""
+"""`fullshard verify` as a command: what it shrinks, compares and prints, and its exit codes."""
 
 import json
 import signal
@@ -54,7 +54,7 @@ def test_sound_sharding_is_equal_in_float64_and_in_its_own_dtype(fullshard, conf
     assert "EQUAL  Qwen2ForCausalLM under shard_grad_op on 2 ranks" in done.err
 
 
-def test_fault_ends_with_code_8_and_is_named(fullshard):
+def test_a_fault_ends_with_code_8_and_is_named(fullshard):
     done = fullshard("verify", MODEL, "--inject", "lost_tie", code=8)
     assert "NOT EQUAL  Qwen2ForCausalLM under full_shard on 2 ranks. A tie is lost" in done.out
     assert "DIFFERS" in done.out
@@ -100,7 +100,7 @@ def test_dry_run_shows_what_would_be_compared_and_runs_nothing(fullshard, config
         (["backend=jax", "--inject", "lost_tie"], "--inject: expected repeated_data with backend"),
     ],
 )
-def test_what_cannot_be_checked_is_an_error_of_the_configuration(
+def test_settings_that_cannot_be_checked_are_configuration_errors(
     fullshard, config, words, expected
 ):
     done = fullshard("verify", config, *words, code=2)
@@ -139,7 +139,7 @@ check.run_sides(prepared, Path().absolute())
 """
 
 
-def test_the_reference_ends_with_a_check_that_is_killed(tmp_path):
+def test_the_reference_ends_when_its_check_is_killed(tmp_path):
     (tmp_path / "reference.py").write_text(
         "import os, time; from pathlib import Path\n"
         "Path(__file__).with_name('pid').write_text(str(os.getpid())); time.sleep(60)\n"
@@ -149,7 +149,7 @@ def test_the_reference_ends_with_a_check_that_is_killed(tmp_path):
     assert wait_until(lambda: not is_running(pid), 5.0)
 
 
-def test_fault_that_nobody_notices_ends_with_code_1(fullshard, monkeypatch):
+def test_an_undetected_fault_ends_with_code_1(fullshard, monkeypatch):
     ended = LaunchResult(0)
     monkeypatch.setattr(verify, "run_sides", lambda *_: (None, ended))
     monkeypatch.setattr(verify, "judge", lambda *_: verify.Verdict((), None, 1.0))
@@ -214,7 +214,7 @@ def test_units_are_chosen_as_at_full_width():
     assert "model.embed_tokens" not in {unit.name for unit in units[1]}
 
 
-def test_numbers_that_are_none_are_infinitely_wrong():
+def test_nan_counts_as_infinitely_wrong():
     assert number_error(float("nan"), 1.0) == float("inf")
     assert number_error(1.5, 2.0) == 0.25
     assert number_error(1.0, 1.0) == 0.0

@@ -1,6 +1,6 @@
-"""Every fault that `verify` can make is seen and named, on models that its other tests do not use.
+"""`verify` detects and names each of its faults, on models that its other tests do not use.
 
-Both sides are the real ones; the ranks are a standing pool's instead of fresh processes.
+Both sides are real; the ranks belong to a standing pool instead of new processes.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ def run_reference(*folders):
 
 @pytest.fixture(scope="module")
 def checks(tmp_path_factory):
-    """Folders with the reference's results, by model and by whether its weights are tied."""
+    """Folders with the reference's results, by model and by tying."""
     root = tmp_path_factory.mktemp("verify")
     found = {}
     for model in MODELS:
@@ -136,14 +136,14 @@ def test_gradients_that_are_clipped_without_need_are_found(ranks, checks):
 
 @pytest.fixture(scope="module")
 def sound(ranks, checks, tmp_path_factory):
-    """A folder with both sides of a check that found nothing."""
+    """A folder with both sides of a check without differences."""
     folder, prepared = checks["opt", False]
     assert verdict_of(ranks, folder, prepared, None).diagnosis is None
     return shutil.copytree(folder, tmp_path_factory.mktemp("sound") / "opt"), prepared.job
 
 
 def spoil(folder, name, kind):
-    """Changes one element of a file of tensors; returns the key that it is under."""
+    """Changes one element in a file of tensors; returns its key."""
     tensors = load_file(folder / name)
     key = next(key for key, value in tensors.items() if kind in key and value.numel())
     tensors[key].view(-1)[0] += 1e-6
@@ -171,7 +171,7 @@ def test_one_wrong_element_on_one_rank_is_found(sound, tmp_path, name, kind, row
     assert parameter in verdict.diagnosis.says
 
 
-def test_element_that_no_rank_holds_is_found(sound, tmp_path):
+def test_an_element_that_no_rank_has_is_found(sound, tmp_path):
     folder, job = shutil.copytree(sound[0], tmp_path / "opt"), sound[1]
     file = folder / "float64" / "rank_1.safetensors"
     tensors = load_file(file)
@@ -223,7 +223,7 @@ def test_faults_are_named_under_other_strategies(ranks, tmp_path, strategy):
         assert diagnosis.kind == fault, diagnosis.says
 
 
-# ---- beside other axes ---------------------------------------------------------------------------
+# ---- with other axes -----------------------------------------------------------------------------
 
 DIVIDED = f"num_key_value_heads: 2, {SMALL}, intermediate_size: 128"
 AXES = {
@@ -239,7 +239,7 @@ AXES = {
 
 @pytest.fixture(scope="module")
 def divided(tmp_path_factory):
-    """A folder with the reference's results of a model that other axes cut, on four ranks."""
+    """A folder with the reference's results of a model that other axes shard, on four ranks."""
 
     @cache
     def divided(name):

@@ -1,4 +1,4 @@
-"""`backend: jax` trains what torch trains: the same data and losses, and files that torch reads."""
+"""`backend: jax` trains like torch: equal data and losses, and files that torch reads."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(config, fullshard):
-    """Folders of the whole run on torch, on jax, and on torch from jax's middle."""
+    """Folders of the run on torch, on jax, and on torch resumed from the middle of jax's run."""
     folder = config.parent
     for name, *words in (
         ("torch",),
@@ -67,7 +67,7 @@ def test_replicas_on_two_processes_have_the_losses_of_shards(runs, config, fulls
 
 
 @pytest.mark.long
-def test_torch_goes_on_from_a_checkpoint_of_jax(runs):
+def test_torch_resumes_from_a_checkpoint_of_jax(runs):
     wanted, found = numbers(runs / "torch"), numbers(runs / "joined")
     assert len(found) == 11
     assert found == pytest.approx({name: wanted[name] for name in found}, rel=1e-5)
@@ -100,13 +100,13 @@ def test_a_longer_run_removes_an_average_that_it_does_not_keep(runs, config, ful
 @pytest.mark.long
 def test_a_run_leaves_the_files_that_every_run_leaves(runs):
     names = [{path.name for path in (runs / name).iterdir()} for name in ("torch", "jax")]
-    assert names[0] - {"samples.jsonl"} == names[1]  # XLA samples no text between steps
+    assert names[0] - {"samples.jsonl"} == names[1]  # the XLA engine samples no text between steps
     record = json.loads((runs / "jax" / "run.json").read_text())
     assert record["status"] == "finished"
     assert record["environment"]["jax"] == metadata.version("jax")
     assert "model.layers.mlp.down_proj.weight" in (runs / "jax" / "report.html").read_text()
     for log in (runs / "jax" / "logs").glob("rank_*.log"):
-        assert "peer ranks" not in log.read_text()  # what gloo prints of its connections
+        assert "peer ranks" not in log.read_text()  # gloo's messages about its connections
 
 
 @pytest.mark.parametrize(
@@ -120,6 +120,8 @@ def test_a_run_leaves_the_files_that_every_run_leaves(runs):
         (('freeze=["*.layers.0.*"]',), "freeze: expected globs that match all layers or none"),
     ],
 )
-def test_what_the_backend_cannot_do_is_refused_before_ranks_start(config, fullshard, words, said):
+def test_unsupported_settings_of_the_backend_are_refused_before_ranks_start(
+    config, fullshard, words, said
+):
     done = fullshard("train", str(config), "backend=jax", "--dry-run", *words, code=2)
     assert said in done.err

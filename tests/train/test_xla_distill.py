@@ -1,4 +1,4 @@
-"""`fullshard distill` with `backend: jax` learns from a teacher what torch learns from it."""
+"""`fullshard distill` with `backend: jax` learns the same from a teacher as torch."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ student:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Teachers, dense and not, a student with weights, text."""
+    """Teachers, dense and sparse, a student with weights, and text."""
     folder = tmp_path_factory.mktemp("distill")
     (folder / "text.txt").write_text(seeded_text(300))
     large = {"num_hidden_layers": 3, "num_key_value_heads": 1}
@@ -77,12 +77,14 @@ def test_losses_are_those_of_torch(folder, fullshard, tmp_path, words):
         student = AutoModelForCausalLM.from_pretrained(tmp_path / backend / "model")
         assert student.generate(torch.tensor([[5, 6]]), max_new_tokens=3).shape == (1, 5)
     names = [{path.name for path in (tmp_path / name).iterdir()} for name in ("torch", "jax")]
-    assert names[0] - {"samples.jsonl"} == names[1]  # XLA samples no text between steps
+    assert names[0] - {"samples.jsonl"} == names[1]  # the XLA engine samples no text between steps
 
 
 @pytest.mark.slow
-def test_logits_of_torch_train_here_and_runs_go_on(folder, fullshard, tmp_path, monkeypatch):
-    """From a cache that torch wrote; from a checkpoint of the other engine; for a step more."""
+def test_cached_logits_of_torch_train_here_and_runs_resume(
+    folder, fullshard, tmp_path, monkeypatch
+):
+    """Uses torch's cache, resumes torch's checkpoint, and continues for one step more."""
     kept = f"distill.cache={tmp_path / 'logits'}"
     words = ("distill", "cache", folder / "drawn.yaml", kept, "top_k=20")
     fullshard(*words, f"output_dir={tmp_path / 'caching'}", code=0)
@@ -103,10 +105,10 @@ def test_logits_of_torch_train_here_and_runs_go_on(folder, fullshard, tmp_path, 
 
 
 @pytest.mark.slow
-def test_packed_chats_with_kept_logits_have_the_losses_of_torch(
+def test_packed_chats_with_cached_logits_have_the_losses_of_torch(
     folder, fullshard, tmp_path, monkeypatch
 ):
-    """Rows are filled up here, and so are the logits that are kept for them."""
+    """Rows are padded here, and so are their cached logits."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_chats(tmp_path / "chat.jsonl", 200)
     kept = (f"distill.cache={tmp_path / 'logits'}", "top_k=300", "max_length=64")
@@ -115,7 +117,7 @@ def test_packed_chats_with_kept_logits_have_the_losses_of_torch(
     wanted = same_losses(fullshard, tmp_path, "distill", *words)
     more = ("backend=jax", "distill.cache=null", f"output_dir={tmp_path / 'teacher'}")
     fullshard("distill", *words, *more, code=0)
-    assert numbers(tmp_path / "teacher") == pytest.approx(wanted, rel=2e-3)  # kept in float16
+    assert numbers(tmp_path / "teacher") == pytest.approx(wanted, rel=2e-3)  # stored in float16
 
 
 @pytest.mark.parametrize(
@@ -140,7 +142,9 @@ def test_packed_chats_with_kept_logits_have_the_losses_of_torch(
         (("cache", "read.yaml"), "Use torch; runs with backend: jax read the cache"),
     ],
 )
-def test_what_the_backend_lacks_is_refused_before_ranks_start(folder, fullshard, words, said):
+def test_features_that_the_backend_lacks_are_refused_before_ranks_start(
+    folder, fullshard, words, said
+):
     given = [word.replace("{folder}", str(folder)) for word in words]
     given = [folder / word if word.endswith(".yaml") else word for word in given]
     done = fullshard("distill", *given, "backend=jax", "--dry-run", code=2)

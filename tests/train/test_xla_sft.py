@@ -1,4 +1,4 @@
-"""`fullshard sft` with `backend: jax` learns from chats what torch learns from them."""
+"""`fullshard sft` with `backend: jax` learns the same from chats as torch."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ WORDS = [
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
-    """A model folder and chats of many lengths, as words of the command."""
+    """Arguments of the command for a model folder and chats of many lengths."""
     folder: Path = tmp_path_factory.mktemp("chats")
     text = write_chats(folder / "chat.jsonl", 96)
     write_model(folder / "base", small_config(), text)
@@ -32,7 +32,7 @@ def test_losses_are_those_of_torch(words, fullshard, tmp_path, monkeypatch, pack
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     found = same_losses(fullshard, tmp_path, "sft", *words, f"packing={packing}")
     assert len(found) == 10
-    assert found["loss 8"] < found["loss 1"]  # the rate is one that changes weights
+    assert found["loss 8"] < found["loss 1"]  # the rate is large enough to change weights
     for backend in ("torch", "jax"):
         assert (tmp_path / backend / "model" / "model.safetensors").is_file()
 
@@ -44,7 +44,7 @@ def test_losses_are_those_of_torch(words, fullshard, tmp_path, monkeypatch, pack
         ("sft", ("sft.num_samples=3",), "sft.num_samples: 3 with backend: jax is not yet"),
     ],
 )
-def test_what_the_backend_lacks_is_refused_before_ranks_start(
+def test_features_that_the_backend_lacks_are_refused_before_ranks_start(
     words, fullshard, command, more, said
 ):
     done = fullshard(command, *words, "backend=jax", "--dry-run", *more, code=2)

@@ -1,4 +1,4 @@
-"""One checkpoint for both engines: no bit changes on the way there and back."""
+"""Both engines share one checkpoint format: no bit changes from torch to jax and back."""
 
 import threading
 from collections import Counter
@@ -24,7 +24,7 @@ NUM_STEPS = 2
 
 
 def sharded(model, tensor, expert=1):
-    """The sharded model; with `tensor` > 1 beside an axis under transformers' own plan."""
+    """Returns the sharded model; with `tensor` > 1, an axis under transformers' own plan."""
     if tensor == 1:
         return fs.shard(model, expert=expert)
 
@@ -34,7 +34,7 @@ def sharded(model, tensor, expert=1):
 
 
 def train_in_torch(folder, config_folder, name, tensor, expert):
-    """Some steps of AdamW in float32, saved."""
+    """Runs some steps of AdamW in float32 and saves."""
     config = decoders.config_of(name, tie_word_embeddings=tensor == 1)
     config.save_pretrained(config_folder)
     model = sharded(decoders.build(config).float(), tensor, expert)
@@ -48,7 +48,7 @@ def train_in_torch(folder, config_folder, name, tensor, expert):
 
 
 def load_in_torch(folder, config_folder, tensor, expert=1):
-    """Whole parameters and states of a checkpoint, as torch's engine reads them."""
+    """Returns full parameters and states of a checkpoint, as torch's engine reads them."""
     config = AutoConfig.from_pretrained(config_folder)
     model = sharded(decoders.build(config, seed=1).float(), tensor, expert)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -64,7 +64,7 @@ def load_in_torch(folder, config_folder, tensor, expert=1):
 
 
 def through_jax(source, target, config_folder, meshes):
-    """Load on one mesh, save; load that on the next, and so on; the last is in the target."""
+    """Loads on one mesh and saves, then loads that on the next, and so on."""
     config = fx.decoder.DecoderConfig.of(AutoConfig.from_pretrained(config_folder))
     tx = optax.scale_by_adam()
     for at, (replicate, shard, tensor, expert) in enumerate(meshes):
@@ -110,7 +110,7 @@ NAMES = {"head.bias": (8,), "head.weight": (8, 24), "layers.0.weight": (24, 24),
 
 
 def written_by_orbax(folder):
-    """The arrays of a tree, by dotted path, as orbax's folders `plain`, `whole` and `other`."""
+    """Writes the arrays of a tree by dotted path into orbax's folders `plain`, `whole`, `other`."""
     draw = np.random.default_rng(0)
     flat = {name: draw.normal(size=shape).astype(np.float32) for name, shape in NAMES.items()}
     flat["head.weight"] = flat["head.weight"].astype(jax.numpy.bfloat16)
@@ -130,7 +130,7 @@ def written_by_orbax(folder):
 
 
 def loaded_of_orbax(folder, config):
-    """Whole weights of the two folders as fs.load reads them, and errors of mistakes."""
+    """Returns full weights that fs.load reads from the two folders, and errors of mistakes."""
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList([torch.nn.Linear(24, 24, bias=False)])
     model.head, model.scale = torch.nn.Linear(24, 8), torch.nn.Parameter(torch.zeros(()))
@@ -152,7 +152,7 @@ def loaded_of_orbax(folder, config):
 
 
 @pytest.mark.parametrize("config", [{}, {"strategy": "no_shard"}])
-def test_a_torch_model_takes_a_tree_that_orbax_wrote(ranks, devices, tmp_path, config):
+def test_a_torch_model_loads_a_tree_written_by_orbax(ranks, devices, tmp_path, config):
     wanted = devices(written_by_orbax, tmp_path)
     for found, said in ranks(2)(loaded_of_orbax, tmp_path, config):
         for state in found:
@@ -167,7 +167,7 @@ def test_a_torch_model_takes_a_tree_that_orbax_wrote(ranks, devices, tmp_path, c
 
 
 def bytes_read(folder):
-    """Bytes that eight devices read of each array."""
+    """Returns the bytes that eight devices read of each array."""
     shapes = {"tall": jnp.ones((64, 8), jnp.float32), "wide": jnp.ones((8, 64), jnp.float32)}
     plan = fj.plan(shapes, None, fj.make_mesh(1, 8))
     fj.save(folder, fj.init(plan, lambda _: shapes))
@@ -182,13 +182,13 @@ def bytes_read(folder):
     return dict(found)
 
 
-def test_a_device_reads_the_bytes_of_its_box_alone(devices, tmp_path):
+def test_a_device_reads_only_the_bytes_of_its_box(devices, tmp_path):
     found = devices(bytes_read, tmp_path / "checkpoint")
     assert found == {"model/tall": 8 * 256, "model/wide": 8 * 256}
 
 
 def kinds_saved(folder):
-    """The classes of torch under which optimizers are saved, and errors of loads into others."""
+    """Returns torch classes under which optimizers are saved, and errors of mismatched loads."""
     plan, kinds = fj.plan({"w": jnp.ones(8)}), {}
     rules = ("adamax", "adabelief", "yogi", "radam", "nadamw", "lamb", "novograd")
     injected = {
@@ -254,9 +254,7 @@ def told_of(folder):
     return str(error.value)
 
 
-def test_a_state_of_torch_that_optax_does_not_have_is_refused_and_not_dropped(
-    ranks, devices, tmp_path
-):
+def test_a_state_of_torch_that_optax_lacks_is_refused_and_not_dropped(ranks, devices, tmp_path):
     ranks(2)(saved_with_amsgrad, tmp_path)
     assert "it has those of AdamW, max_exp_avg_sq. Load only" in devices(told_of, tmp_path)
 

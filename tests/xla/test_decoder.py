@@ -1,4 +1,4 @@
-"""The decoder computes what transformers' torch models compute, from the same files."""
+"""The decoder computes the same as transformers' torch models, from the same files."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from support.lazy import fj, fx, jax
 
 
 def differences(name, folder):
-    """Largest differences of logits: in float64 from a widened model, in float32 from theirs."""
+    """Largest differences of logits: in float64 from a widened model, in float32 as it is."""
     hf_config = decoders.config_of(name)
     model = decoders.build(hf_config)
     model.save_pretrained(folder)
@@ -19,7 +19,7 @@ def differences(name, folder):
     config = fx.decoder.DecoderConfig.of(hf_config)
     mesh = fj.make_mesh(1, 2, devices=jax.devices()[:2])
     ids = np.random.default_rng(0).integers(0, 96, (2, 40))
-    places = np.stack([np.arange(40), np.r_[0:13, 0:20, 0:7]])  # one document, and three
+    places = np.stack([np.arange(40), np.r_[0:13, 0:20, 0:7]])  # one document, then three
     found = {}
     for dtype, other in (("float64", model), ("float32", plain)):
         sharding = {"master_dtype": dtype}
@@ -50,7 +50,7 @@ def differences(name, folder):
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
-def test_logits_are_those_of_transformers(devices, tmp_path, name):
+def test_logits_equal_those_of_transformers(devices, tmp_path, name):
     found = devices(differences, name, tmp_path)
     for what in ("texts", "documents"):
         assert found["float64", what] == ("float64", pytest.approx(0, abs=1e-12))
@@ -95,5 +95,5 @@ def padding(token):
     return fx.decoder.DecoderConfig.of(decoders.config_of("llama", pad_token_id=token)).pad_token_id
 
 
-def test_padding_outside_of_the_vocabulary_is_no_other_token(devices):
+def test_padding_outside_of_the_vocabulary_is_not_another_token(devices):
     assert [devices(padding, token) for token in (-1, 96, None)] == [95, 96, None]

@@ -1,4 +1,4 @@
-"""Distillation on XLA learns what torch's recipe learns, beside any teacher that it computes."""
+"""Distillation on XLA learns the same as torch's recipe, from any supported teacher."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from support.lazy import fj, fx, jax, jnp
 
 NUM_STEPS = 4
 RATE, NORM, EPSILON = 1e-2, 0.5, 1e-4
-CHUNK = 13  # of 6 x 9 or 12 x 9 positions: the last chunk is filled up
+CHUNK = 13  # of 6 x 9 or 12 x 9 positions: the last chunk is padded
 
 
 def settings_of(loss, alpha):
@@ -24,15 +24,15 @@ def settings_of(loss, alpha):
 
 
 def models_of(loss, dtype):
-    """Torch's student and teacher, of other widths and architectures, and their configurations."""
+    """Returns torch's student and a teacher of another architecture, and their configurations."""
     own = decoders.config_of("qwen3", tie_word_embeddings=loss == "jsd")
-    # Ten entries more: they are padding, and no student speaks of them.
+    # The teacher's ten additional entries are padding, which the student lacks.
     kind = "mixtral" if loss == "reverse_kl" else "llama"
     other = decoders.config_of(kind, hidden_size=48, num_hidden_layers=3, vocab_size=106)
     models = [decoders.build(own, seed=1), decoders.build(other, seed=2)]
     with torch.no_grad():
-        models[1].lm_head.weight.mul_(10)  # opinions
-    if dtype == "float32":  # transformers' own, norms and positions too
+        models[1].lm_head.weight.mul_(10)  # peaked distributions
+    if dtype == "float32":  # transformers' models, with norms and positions in float32
         plain = [AutoModelForCausalLM.from_config(c, dtype=torch.float32) for c in (own, other)]
         for model, wide in zip(plain, models, strict=True):
             model.load_state_dict(wide.state_dict())
@@ -41,7 +41,7 @@ def models_of(loss, dtype):
 
 
 def in_torch(case, folder):
-    """Losses, gradient norms and evaluation of torch's recipe; the first weights go to folders."""
+    """Losses, gradient norms and evaluation of torch's recipe; writes the initial weights."""
     loss, alpha, dtype, cached = case
     (own, other), _ = models_of(loss, dtype)
     own.save_pretrained(folder / "student")
@@ -78,7 +78,7 @@ def projection(torch, dtype):
 
 
 def in_jax(case, shard, folder, batches):
-    """The same of XLA's step."""
+    """Losses, gradient norms and evaluation of the step on XLA."""
     from fullshard.run.on_xla import state_of
 
     loss, alpha, dtype, cached = case
@@ -124,12 +124,12 @@ def in_jax(case, shard, folder, batches):
 CASES = [
     # loss, alpha, dtype, from a cache, shard
     ("forward_kl", 0.6, "float64", False, 2),
-    ("reverse_kl", 1.0, "float64", False, 1),  # a teacher with experts beside a dense student
-    ("jsd", 0.6, "float64", False, 2),  # beside a tensor axis
+    ("reverse_kl", 1.0, "float64", False, 1),  # a teacher with experts and a dense student
+    ("jsd", 0.6, "float64", False, 2),  # with a tensor axis
     ("hidden", 0.7, "float64", False, 2),
     ("forward_kl", 0.8, "float64", True, 2),
 ]
-SLOW = [  # transformers' own models, in float32
+SLOW = [  # transformers' models in float32
     ("forward_kl", 0.0, "float32", False, 1),
     ("reverse_kl", 0.6, "float32", False, 2),
     ("jsd", 1.0, "float32", False, 1),
@@ -144,7 +144,7 @@ SLOW = [  # transformers' own models, in float32
     [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)],
     ids=lambda case: "-".join(map(str, case)),
 )
-def test_steps_have_the_losses_of_torchs_recipe(devices, tmp_path, case):
+def test_steps_have_the_losses_of_the_torch_recipe(devices, tmp_path, case):
     *case, shard = case
     losses, norms, told, batches = devices(in_torch, case, tmp_path)
     found = devices(in_jax, case, shard, tmp_path, batches)
@@ -155,13 +155,13 @@ def test_steps_have_the_losses_of_torchs_recipe(devices, tmp_path, case):
     assert found[2] == pytest.approx(told, rel=tolerance)
 
 
-# ---- what a step moves and holds -----------------------------------------------------------------
+# ---- communication and memory of a step ----------------------------------------------------------
 
 VOCABULARY, SAMPLES, LENGTH = 2048, 2, 65
 
 
 def compiled(chunk_size, micro_batches=1):
-    """A step of a teacher beside its student on two devices, from shapes alone; their plans."""
+    """A step of a student with a teacher on two devices, compiled from shapes; their plans."""
     own, other = (
         fx.decoder.DecoderConfig.of(
             decoders.config_of(name, vocab_size=VOCABULARY, tie_word_embeddings=False)
@@ -195,10 +195,10 @@ def compiled(chunk_size, micro_batches=1):
 
 
 def moved(micro_batches):
-    with jax.enable_x64(False):  # as in a run in float32
+    with jax.enable_x64(False):  # like a run in float32
         program, plan, placed = compiled(16, micro_batches)
     found = {kind: (c.count, c.num_bytes) for kind, c in fj.census(program).items()}
-    step = plan.table.collectives(micro_batches)  # read from the step, with the teacher's
+    step = plan.table.collectives(micro_batches)  # read from the step, including the teacher's
     assert found == {kind: (c.count, c.num_bytes) for kind, c in step.items()}
     own = replace(plan.table, traced=()).collectives(micro_batches)
     planned = {kind: (c.count, c.num_bytes) for kind, c in own.items()}
@@ -207,14 +207,14 @@ def moved(micro_batches):
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize("micro_batches", [2, 1])
-def test_a_teacher_is_gathered_once_a_forward_and_has_no_gradient(devices, micro_batches):
+def test_a_teacher_is_gathered_once_per_forward_and_has_no_gradient(devices, micro_batches):
     found, planned, theirs = devices(moved, micro_batches)
     count, num_bytes = planned["all-gather"]
     assert theirs.count > 0
-    # Small arrays are sent together, which a plan without a trace does not know.
+    # Small arrays are sent together, which only a traced plan knows.
     assert 0 < found["all-gather"][0] < count + theirs.count
     assert found["all-gather"][1] == num_bytes + theirs.num_bytes
-    assert found["reduce-scatter"][1] == planned["reduce-scatter"][1]  # of the student alone
+    assert found["reduce-scatter"][1] == planned["reduce-scatter"][1]  # only of the student
     assert found["all-reduce"][1] == planned["all-reduce"][1]
 
 
@@ -223,8 +223,8 @@ def temporary():
     return sizes
 
 
-@pytest.mark.long  # short: of the loss without a teacher, in test_head.py
-def test_nobody_holds_logits_of_all_tokens(devices):
+@pytest.mark.long  # test_head.py tests the loss without a teacher
+def test_no_device_allocates_logits_of_all_tokens(devices):
     whole, chunks = devices(temporary)
-    logits = SAMPLES * (LENGTH - 1) * VOCABULARY * 4  # of one device, float32
-    assert whole - chunks > 2 * logits  # both models' were held at once
+    logits = SAMPLES * (LENGTH - 1) * VOCABULARY * 4  # of one device in float32
+    assert whole - chunks > 2 * logits  # logits of both models existed at once

@@ -1,4 +1,4 @@
-"""Both engines train one decoder from the same weights and data to the same weights."""
+"""Both engines train one decoder from equal weights and data to equal weights."""
 
 import os
 from functools import cache
@@ -21,7 +21,7 @@ NUMBERS = {"betas": (0.9, 0.95), "epsilon": 1e-6, "decay": 0.1, "rate": 1e-2, "n
 
 
 def in_torch(name, folder):
-    """Losses and final weights of torch's engine in float64; the first weights go to a folder."""
+    """Losses and final weights of torch's engine in float64; writes the initial weights."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = decoders.build(decoders.config_of(name))
     if rank == 0:
@@ -67,7 +67,7 @@ def in_jax(name, folder, strategy, replicate, shard, tensor=1, expert=1):
         batch = {"input_ids": ids.numpy(), "labels": labels.numpy()}
         state, metrics = step(state, batch, learning_rate=NUMBERS["rate"])
         losses.append(float(metrics["loss"]))
-        assert metrics["grad_norm"] > NUMBERS["norm"]  # it is clipped
+        assert metrics["grad_norm"] > NUMBERS["norm"]  # it is clipped too
     weights = {}
     for array, leaf in zip(plan.table.arrays, jax.tree.leaves(fj.full_params(state)), strict=True):
         layers = leaf if array.block else [leaf]
@@ -106,7 +106,7 @@ def torchs(ranks, tmp_path_factory):
     ],
     ids=str,
 )
-def test_twenty_steps_in_float64_are_those_of_torch(torchs, devices, name, mesh):
+def test_twenty_steps_in_float64_equal_those_of_torch(torchs, devices, name, mesh):
     folder, wanted_losses, wanted = torchs(name)
     losses, weights, as_planned = devices(in_jax, name, folder, *mesh)
     assert losses == pytest.approx(wanted_losses, rel=1e-10)
@@ -142,13 +142,13 @@ def updated(optim):
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "sgd"])
-def test_the_optimizer_of_a_run_updates_as_the_one_of_torch(devices, optim):
+def test_the_optimizer_of_a_run_updates_like_that_of_torch(devices, optim):
     for wanted, found in devices(updated, optim).values():
         assert abs(found - wanted).max() <= 1e-12
 
 
 def carried():
-    """Weights of a model in bfloat16, before and after they are on the devices."""
+    """Weights of a model in bfloat16, before and after they were moved to the devices."""
     from fullshard.run.on_xla import state_of, torch_weights
 
     config = decoders.config_of("qwen2")
@@ -183,7 +183,7 @@ def test_plan_names_a_platform_that_jax_cannot_use():
     assert done.stderr.startswith("ConfigError: JAX_PLATFORMS: expected")
 
 
-def test_a_platform_that_nobody_named_is_not_blamed_on_a_variable():
+def test_an_unnamed_platform_is_not_blamed_on_a_variable():
     words = "import jax; from fullshard.xla.processes import join; "
     words += "jax.config.update('jax_platforms', None); "
     words += "jax.device_count = lambda: 1 / 0; join(0, 1, str)"

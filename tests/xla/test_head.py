@@ -1,4 +1,4 @@
-"""The loss in the model's head on XLA: chunks of tokens give what whole logits give."""
+"""The loss in the model's head on XLA: chunks of tokens give the results of full logits."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ LENGTH, VOCABULARY = 9, 96
 
 
 def trained(shard, tied, chunk_size):
-    """Loss, norm and weights after one step of SGD in float64; documents and ignored labels."""
+    """Loss, norm and weights after a step of SGD in float64, with documents and ignored labels."""
     decoder = fx.decoder.DecoderConfig.of(
         decoders.config_of("qwen3", tie_word_embeddings=tied, vocab_size=VOCABULARY)
     )
@@ -22,7 +22,7 @@ def trained(shard, tied, chunk_size):
     state = fj.init(plan, lambda _: weights, tx)
     ids = numbers.integers(0, VOCABULARY, (6, LENGTH))
     labels = np.where(numbers.random(ids.shape) < 0.3, -100, ids)
-    places = np.tile(np.r_[:4, : LENGTH - 4], (6, 1))  # two documents a row
+    places = np.tile(np.r_[:4, : LENGTH - 4], (6, 1))  # two documents per row
     batch = {"input_ids": ids, "labels": labels, "position_ids": places}
     step = fj.train_step(plan, fx.loss.next_token(fx.loss.Decoder(decoder, plan), chunk_size), tx)
     state, found = step(state, batch, learning_rate=0.5)
@@ -34,8 +34,8 @@ def trained(shard, tied, chunk_size):
 @pytest.mark.parametrize(
     ("shard", "tied"), [pytest.param(1, False, marks=pytest.mark.long), (2, True), (3, False)]
 )
-@pytest.mark.parametrize("chunk_size", [5, 1024])  # the last chunk is filled up; one chunk
-def test_chunks_learn_what_whole_logits_learn(devices, shard, tied, chunk_size):
+@pytest.mark.parametrize("chunk_size", [5, 1024])  # the last chunk is padded; one chunk
+def test_chunks_learn_the_same_as_full_logits(devices, shard, tied, chunk_size):
     loss, norm, weights = devices(trained, shard, tied, 0)
     found = devices(trained, shard, tied, chunk_size)
     assert found[:2] == pytest.approx((loss, norm), rel=1e-12)
@@ -44,7 +44,7 @@ def test_chunks_learn_what_whole_logits_learn(devices, shard, tied, chunk_size):
 
 
 def temporary():
-    """Bytes of a compiled step's temporaries, by tokens at a time."""
+    """Bytes of a compiled step's temporaries, by number of tokens per chunk."""
     decoder = fx.decoder.DecoderConfig.of(
         decoders.config_of("qwen3", vocab_size=2048, tie_word_embeddings=False)
     )
@@ -68,6 +68,6 @@ def temporary():
 
 
 @pytest.mark.long
-def test_nobody_holds_logits_of_all_tokens(devices):
+def test_no_device_allocates_logits_of_all_tokens(devices):
     sizes = devices(temporary)
-    assert sizes[0] - sizes[16] > 2 * 64 * 2048 * 4  # of one device, float32
+    assert sizes[0] - sizes[16] > 2 * 64 * 2048 * 4  # of one device in float32

@@ -1,4 +1,4 @@
-"""Models of NNX and of Equinox are taken apart into parameters and the rest, and put together."""
+"""Models of NNX and of Equinox are split into parameters and the rest, and merged again."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fullshard.errors import ConfigError
-from support.lazy import eqx, fj, jax, jnp, nnx, optax
+from support.lazy import eqx, fj, jax, jnp, nnx, optax, user_models
 
 NUM_SAMPLES, WIDTH, NUM_CLASSES = 16, 64, 10
 
@@ -41,14 +41,8 @@ def equinox_model():
     return Model(layers, eqx.nn.Linear(WIDTH, NUM_CLASSES, key=keys[3]), jax.nn.gelu)
 
 
-def apart(trees):
-    """The largest difference of two trees' leaves."""
-    pairs = zip(*map(jax.tree.leaves, trees), strict=True)
-    return max(float(abs(a - b).max()) for a, b in pairs)
-
-
 def taken_apart(library):
-    """Differences of what a model and its parts give: losses, gradients, a sharded step."""
+    """Differences between a model and its parts: losses, gradients, a sharded step."""
     draw = np.random.default_rng(0)
     x = draw.normal(size=(NUM_SAMPLES, WIDTH)).astype(np.float32)
     batch = {"x": x, "y": draw.integers(0, NUM_CLASSES, NUM_SAMPLES)}
@@ -77,11 +71,11 @@ def taken_apart(library):
         nnx.Optimizer(model, tx, wrt=nnx.Param).update(model, wanted[1])
     else:
         model = eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, wanted[1]))
-    return apart((found, wanted)), abs(float(stepped - mean(model)))
+    return user_models.apart((found, wanted)), abs(float(stepped - mean(model)))
 
 
 @pytest.mark.parametrize("library", ["flax", "equinox"])
-def test_a_module_trains_under_a_plan_as_under_its_own_library(devices, library):
+def test_a_module_trains_under_a_plan_as_in_its_own_library(devices, library):
     assert max(devices(taken_apart, library)) < 1e-5
 
 
@@ -99,7 +93,7 @@ def said_of(library):
         model = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
     else:
         model = [eqx.nn.BatchNorm(4, "batch", mode="batch")]
-        fj.split(eqx.nn.make_with_state(lambda: model)()[0])  # its state is apart
+        fj.split(eqx.nn.make_with_state(lambda: model)()[0])  # its state is separate
     try:
         fj.split(model)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What forward keeps for backward is read off the traced program, which needs no device."""
+"""The traced program, which needs no device, shows what forward saves for backward."""
 
 import itertools
 
@@ -11,7 +11,7 @@ SAMPLES, LENGTH = 3, 10
 
 
 def kept():
-    """What each policy keeps; bytes of the blocks' inputs and of their products' weights."""
+    """Bytes saved by each policy, of the blocks' inputs, and of their products' weights."""
     decoder = fx.decoder.DecoderConfig.of(decoders.config_of("llama"))
     mesh = fj.make_mesh(1, 2, devices=jax.devices()[:2])
     found = {}
@@ -30,12 +30,12 @@ def kept():
     return found, 4 * inputs, 4 * read
 
 
-def test_a_policy_keeps_what_it_says(devices):
+def test_a_policy_saves_the_documented_tensors(devices):
     found, inputs, read = devices(kept)
     activations = {case: kept for case, (kept, _) in found.items()}
     for strategy in ("full_shard", "shard_grad_op"):
         assert activations[strategy, "block"] == inputs
-        assert activations[strategy, "offload"] == 0  # it waits on the host
+        assert activations[strategy, "offload"] == 0  # it is on the host
         assert activations[strategy, "none"] > activations[strategy, "selective"] > inputs
     for (strategy, recompute), (_, gathered) in found.items():
         wanted = activations["full_shard", recompute]

@@ -1,4 +1,4 @@
-"""A sharded step computes what one device computes, moves what the plan says, and stays put."""
+"""A sharded step equals one device, communicates as planned, and keeps its shardings."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ GRID = [
 
 
 def trained(strategy, replicate, shard, recompute, num_micro_batches):
-    """What there is to compare after some steps."""
+    """Returns values to compare after some steps."""
     mesh = fj.make_mesh(replicate, shard, devices=jax.devices()[: replicate * shard])
     config = {"strategy": strategy, "activation_checkpointing": recompute}
     shapes = jax.eval_shape(xla.init_fn, jax.random.key(0))
@@ -85,12 +85,12 @@ def check(found):
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize("case", GRID, ids=lambda case: "-".join(map(str, case)))
-def test_a_sharded_step_is_that_of_one_device_and_of_the_plan(devices, case):
+def test_a_sharded_step_equals_one_device_and_the_plan(devices, case):
     check(devices(trained, *case))
 
 
 def exchanged(*case):
-    """The same with messages as between CPU processes."""
+    """Runs `trained` with messages as between CPU processes."""
     real, fx.gather.over_gloo = fx.gather.over_gloo, lambda: True
     try:
         return trained(*case)
@@ -100,14 +100,14 @@ def exchanged(*case):
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize("mesh", [(2, 2), (1, 2), (1, 3)], ids=str)
-def test_arrays_that_are_asked_for_at_once_are_one_exchange(devices, mesh):
+def test_arrays_requested_together_are_one_exchange(devices, mesh):
     found = devices(exchanged, "full_shard", *mesh, "none", 1)
     assert found["loss"] < 1e-12
     assert found["weights"] < 1e-12
     assert found["padding"] == 0.0
-    # A block is gathered for either pass and reduced, and its `odd` array is summed over each axis;
-    # outside of blocks a large array, and small ones together; a small sum. What is scattered is
-    # summed over replicas.
+    # A block is gathered for each pass and reduced, and its `odd` array is summed over each axis;
+    # outside of blocks there are a large array, small ones together, and a small sum. Scattered
+    # gradients are summed over replicas.
     axes, again = (1, 0) if mesh[0] == 1 else (2, 2)
     blocks = xla.LAYERS * (3 + 2 * axes + again)
     exchanges = blocks + 2 * 2 + again + 2 * axes

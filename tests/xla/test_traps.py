@@ -1,4 +1,4 @@
-"""What goes wrong in sharded JAX without a sound; those traps that test_step.py does not meet."""
+"""Silent faults of sharded JAX that test_step.py does not cover."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def test_two_hundred_chained_steps_on_devices_of_one_process_do_not_deadlock(dev
 
 
 def gathers_in_loops():
-    """Where the gathers of a step stand, and temporary bytes, with and without resharding."""
+    """Whether gathers of a step are in loops, and temporary bytes, with and without resharding."""
     found = {}
     for strategy in ("full_shard", "shard_grad_op"):
         step, state, batch, _ = compiled({"strategy": strategy}, shard=8)
@@ -50,7 +50,7 @@ def one_layer():
     return census["all-gather"].count, plan.table.collectives()["all-gather"].count
 
 
-def test_a_tail_outside_of_the_loop_is_planned_as_cpus_compiler_keeps_its_weights(devices):
+def test_a_tail_outside_of_the_loop_is_planned_as_compiled_on_cpus(devices):
     found, planned = devices(one_layer)
     assert (found, planned) == (13, 13)  # XLA on CPU drops the barrier of a loop of one turn
 
@@ -90,11 +90,11 @@ def in_micro_batches():
 def test_blocks_without_a_loop_are_gathered_in_each_micro_batch(devices):
     for num_turns, census, planned in devices(in_micro_batches):
         assert census == planned
-        assert census["all-gather"].count >= num_turns  # both arrays, which are small, at once
+        assert census["all-gather"].count >= num_turns  # both small arrays together
         assert census["reduce-scatter"].count == num_turns
 
 
-def test_gathers_travel_in_the_compute_dtype_and_gradients_in_the_reduce_dtype(devices):
+def test_gathers_use_the_compute_dtype_and_reductions_the_reduce_dtype(devices):
     gathers, scatters, moved = devices(bytes_in_bf16)
     assert gathers
     assert all("bf16" in line for line in gathers)
@@ -105,7 +105,7 @@ def test_gathers_travel_in_the_compute_dtype_and_gradients_in_the_reduce_dtype(d
 
 
 def compiles():
-    """Programs made over steps with other learning rates and a padded last batch."""
+    """Programs compiled for steps with other learning rates and a padded last batch."""
     step, state, batch, _ = compiled({})
     for rate in (1, 0.5, np.float32(0.25)):
         state, _ = step(state, batch, learning_rate=rate)
@@ -114,7 +114,7 @@ def compiles():
     return step.num_compiled(), last["labels"].tolist(), last["x"].shape
 
 
-def test_other_numbers_and_a_filled_up_batch_are_no_other_program(devices):
+def test_other_numbers_and_a_padded_batch_compile_no_new_program(devices):
     assert devices(compiles) == (1, [1, 1, 1, -100], (4, WIDTH))
 
 
@@ -129,12 +129,12 @@ def initial_bits():
     return [bits == found[0] for bits in found]
 
 
-def test_a_model_is_born_with_the_same_bits_on_any_number_of_devices(devices):
+def test_a_model_is_initialised_with_equal_bits_on_any_number_of_devices(devices):
     assert devices(initial_bits) == [True] * 3
 
 
 def born():
-    """Bytes of a device while a model is drawn, and of the whole model."""
+    """Bytes on a device while a model is initialised, and of the whole model."""
     shapes = {"w": jax.ShapeDtypeStruct((1024, 512), jnp.float32)}
     plan = fj.plan(shapes, None, fj.make_mesh(1, 8))
     build = fx.step.born_sharded(plan, lambda key: {"w": jax.random.normal(key, (1024, 512))})
@@ -142,13 +142,13 @@ def born():
     return found.temp_size_in_bytes + found.output_size_in_bytes, plan.table.num_parameters * 4
 
 
-def test_no_device_draws_the_whole_model(devices):
+def test_no_device_initialises_the_whole_model(devices):
     held, whole = devices(born)
-    assert held < 5 * whole // 8  # its eighth, and as much thrice on the way
+    assert held < 5 * whole // 8  # its eighth, and three more temporarily
 
 
 def partitioned():
-    """Where the partitioner leaves a weight's gradient: gathered by us, and as jax derives it."""
+    """Sharding that XLA gives a weight's gradient: gathered by us, and derived by jax."""
     from benchmarks.xla_auto import whole
 
     shapes = {"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)}
@@ -167,7 +167,7 @@ def partitioned():
     return tuple(ours), tuple(lies(lambda w: jax.lax.with_sharding_constraint(w, plan.replicated)))
 
 
-def test_a_gathered_weights_gradient_is_cut_again(devices):
+def test_the_gradient_of_a_gathered_weight_is_sharded_again(devices):
     ours, derived = devices(partitioned)
     assert ours == ("shard", None)
     assert not any(derived)  # the constraint's transpose is the same constraint

@@ -1,4 +1,4 @@
-"""What the FSDP tutorials for JAX have people type works, and computes what one device computes."""
+"""Code of the FSDP tutorials for JAX works, with the results of one device."""
 
 import contextlib
 import io
@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["distributed/fsdp_sharding.py", "19_fsdp_sharding.py"])
 def test_the_examples_run(name):
-    """In a process of its own: an example sets the number of devices."""
+    """In a separate process, because an example sets the number of devices."""
     done = python(EXAMPLES / name)
     losses = [float(found) for found in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert losses[-1] < losses[0] / 4
@@ -29,7 +29,7 @@ def test_the_examples_run(name):
 
 
 def nnx_training():
-    """Losses on eight devices and on one; shardings before and after; what was printed."""
+    """Losses on eight devices and on one; shardings before and after; the printed output."""
 
     def losses(num_devices, make_state):
         mesh = jax.sharding.Mesh(np.array(jax.devices()[:num_devices]), ("fsdp",))
@@ -59,7 +59,7 @@ def nnx_training():
         tree = {"a": {"small": np.ones(8)}, "large": np.ones((32, 32))}
         placed = fj.selective_fsdp(tree, 1000, mesh=mesh)
         fj.print_sharding(placed)
-        jax.tree_util.tree_map_with_path(fj.print_sharding, placed)  # as the tutorial calls it
+        jax.tree_util.tree_map_with_path(fj.print_sharding, placed)  # name in the tutorial
     model = user_models.nnx_classifier(nnx.Rngs(0))
     one = losses(1, lambda _: nnx.ModelAndOptimizer(model, optax.adam(1e-2)))
     return losses(8, sharded), one, found, out.getvalue()
@@ -111,7 +111,7 @@ def refusals():
     return said, bool(np.isnan(below))
 
 
-def test_mistakes_are_named_with_the_way_out(devices):
+def test_mistakes_are_named_with_the_remedy(devices):
     said, is_nan = devices(refusals)
     assert [text.partition(":")[0] for text in said] == [
         "mesh",
@@ -132,4 +132,4 @@ def test_mistakes_are_named_with_the_way_out(devices):
     assert "that 8 devices divide; got shape (15,). Drop some (drop_last of your" in said[-1]
     assert "nnx.ModelAndOptimizer(model, tx)" in said[1]
     assert "got float64 of shape (16,). For another task pass" in said[10]
-    assert is_nan  # of a label that is neither a class nor ignored
+    assert is_nan  # a label that is neither a class nor ignored

@@ -1,4 +1,4 @@
-"""Further lines of FSDP tutorials for JAX, typed as they are written there."""
+"""More lines of FSDP tutorials for JAX, as written there."""
 
 import logging
 import warnings
@@ -19,7 +19,7 @@ def batch_of(step, ids_key="input_ids"):
 
 
 def whole_and_cut():
-    """Where arrays lie by each way to name the mesh; what is said of one that nothing divides."""
+    """Shardings of arrays for each way to give the mesh; the warning about an indivisible array."""
     params = {"kernel": np.ones((64, 32)), "bias": np.ones(32), "odd": np.ones((51, 51))}
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("fsdp",))
     said = []
@@ -40,14 +40,14 @@ def whole_and_cut():
     return tables, said
 
 
-def test_the_mesh_is_given_or_around_us_and_what_stays_whole_is_said(devices):
+def test_the_mesh_is_an_argument_or_a_context_and_unsharded_arrays_are_named(devices):
     tables, said = devices(whole_and_cut)
     assert tables == [[("bias", ()), ("kernel", ("fsdp",)), ("odd", ())]] * 3
     assert said == ["whole on every device, since nothing divides: odd"]
 
 
 def with_optax_state(loss_given):
-    """Losses on eight devices and on one of a TrainState; where its arrays lie at the end."""
+    """Losses of a TrainState on eight devices and on one; final shardings of its arrays."""
 
     class Classifier(flax.linen.Module):
         @flax.linen.compact
@@ -82,7 +82,7 @@ def with_optax_state(loss_given):
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize("loss_given", [False, True])
-def test_a_plain_optax_state_trains_as_on_one_device_and_stays_cut(devices, loss_given):
+def test_a_plain_optax_state_trains_as_on_one_device_and_stays_sharded(devices, loss_given):
     (losses, metrics, table, step), (wanted, *_) = devices(with_optax_state, loss_given)
     assert losses == pytest.approx(wanted, rel=1e-5)
     assert step == NUM_STEPS
@@ -92,7 +92,7 @@ def test_a_plain_optax_state_trains_as_on_one_device_and_stays_cut(devices, loss
 
 
 def traced_names(folder):
-    """Names of the collectives in a profile of one step."""
+    """Names of collectives in a profile of one step."""
     step, state, batch, plan = compiled({"strategy": "full_shard"})
     state, _ = step(state, batch)
     with jax.profiler.trace(str(folder)):
@@ -111,9 +111,9 @@ def memory_of_a_device():
     return fj.memory(step, state, batch), plan.table.num_parameters * 4 // 8
 
 
-def test_the_memory_of_a_device_is_that_of_its_part(devices):
+def test_the_memory_of_a_device_is_its_share(devices):
     found, part = devices(memory_of_a_device)
-    assert part <= found["arguments"] < 2 * part  # plain SGD keeps nothing beside
+    assert part <= found["arguments"] < 2 * part  # plain SGD has no states
     assert found["peak"] >= found["arguments"] + found["temporary"]
 
 

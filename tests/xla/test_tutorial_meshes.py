@@ -1,4 +1,4 @@
-"""The tutorial's step on other meshes, with other labels and with annotated arrays."""
+"""The tutorial's step on other meshes, with other labels, and with annotated arrays."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ CLASSES, SAMPLES = 8, 16
 
 
 def first_losses(labels):
-    """Loss and accuracy of the first step on meshes of several kinds; how a batch was divided."""
+    """Loss and accuracy of the first step on several kinds of meshes; shardings of a batch."""
     ids = np.random.default_rng(0).integers(0, 50, (SAMPLES, 6))
     found, divided = [], []
     explicit = jax.make_mesh((8,), ("fsdp",))
@@ -42,7 +42,7 @@ def first_losses(labels):
 
 
 def by_hand(labels):
-    """Mean over the labels that count, on one device."""
+    """Mean over the labels that are not ignored, on one device."""
     ids = np.random.default_rng(0).integers(0, 50, (SAMPLES, 6))
     logits = user_models.nnx_classifier(nnx.Rngs(0))(ids)
     likely = jax.nn.log_softmax(logits)
@@ -65,7 +65,7 @@ def labels_of(kind):
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["ignored", "soft"])
-def test_ignored_and_soft_labels_on_explicit_axes_and_beside_a_data_axis(devices, kind):
+def test_ignored_and_soft_labels_on_explicit_axes_and_with_a_data_axis(devices, kind):
     labels = labels_of(kind)
     found, divided = devices(first_losses, labels)
     wanted = devices(by_hand, labels)
@@ -99,17 +99,17 @@ def annotated():
     return [tuple(spec) for spec in found], said
 
 
-def test_annotations_of_logical_axes_say_how_arrays_lie(devices):
+def test_annotations_of_logical_axes_define_the_sharding(devices):
     (boxed, axes, named, plain), said = devices(annotated)
     assert boxed == named == ("tensor", "fsdp")
     assert axes == (None, ("fsdp", "tensor"))
-    assert plain == ("tensor", "fsdp")  # by size: the larger dimension over fsdp
+    assert plain == ("tensor", "fsdp")  # by size: the larger dimension is sharded over fsdp
     assert said[0].startswith("ConfigError rules: expected one for 'mlp', an axis of named")
     assert said[1].startswith("ConfigError rules: expected axes of the mesh")
 
 
 def through_orbax(folder):
-    """Whether padded and stacked arrays of orbax's folders are the same on another mesh."""
+    """Whether padded and stacked arrays in orbax's folders are equal on another mesh."""
     draw = np.random.default_rng(0)
     tx = optax.GradientTransformation(lambda params: {"copy": params}, lambda *given: given[:2])
     tree = {"b": draw.normal(size=7), "layers": {"w": draw.normal(size=(2, 257, 259))}}
@@ -151,7 +151,7 @@ def test_orbax_keeps_padded_arrays_from_one_mesh_to_another(devices, tmp_path):
 
 
 def saved_and_loaded(folder):
-    """Losses of two steps after a save, and of those after a load on another mesh."""
+    """Losses of two steps after a save, and after a load on another mesh."""
     ids = np.random.default_rng(0).integers(0, 50, (SAMPLES, 6))
     batch = {"input_ids": ids, "label": ids[:, 0] % CLASSES}
 
@@ -209,12 +209,12 @@ def test_no_leaf_of_a_saved_tree_is_lost_or_rounded(devices, tmp_path):
 
 def test_a_state_of_nnx_is_saved_and_loaded_on_another_mesh(devices, tmp_path):
     straight, resumed, in_place = devices(saved_and_loaded, tmp_path)
-    assert resumed == pytest.approx(straight, rel=1e-5)  # with the keys of dropout
+    assert resumed == pytest.approx(straight, rel=1e-5)  # including the keys of dropout
     assert in_place
 
 
 def in_network_order():
-    """Devices of a mesh on a slice whose devices are listed in another order than its network's."""
+    """Devices of a mesh on a slice that lists them in a different order than its network."""
 
     @dataclass(frozen=True)
     class Chip:
@@ -255,5 +255,5 @@ def apart():
                 call()
 
 
-def test_a_process_that_jax_did_not_connect_to_its_launch_does_not_train_apart(devices):
+def test_a_process_that_jax_did_not_connect_is_refused(devices):
     devices(apart)

@@ -1,4 +1,4 @@
-"""What users train on several processes of jax, each with its own samples and one device."""
+"""Training on several processes of jax, each with its own samples and one device."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ def two(pytestconfig):
 
 
 def joined():
-    """This process's rank, after it has met the other."""
+    """Returns this process's rank after it has connected to the other."""
     rank = dist.get_rank()
     if not jax.distributed.is_initialized():
         address = [rendezvous.free_address(None) if rank == 0 else ""]
@@ -68,7 +68,7 @@ def trained(name, strategy, replicate, shard):
         pytest.param("equinox_batchnorm", ("full_shard", 1, 2), marks=pytest.mark.long),
     ],
 )
-def test_two_processes_train_as_one_device_and_exchange_what_the_plan_says(two, name, mesh):
+def test_two_processes_train_as_one_device_with_the_planned_collectives(two, name, mesh):
     for losses, parameters, census, planned in two(trained, name, *mesh):
         assert losses < 1e-11
         assert parameters < 1e-11
@@ -78,7 +78,7 @@ def test_two_processes_train_as_one_device_and_exchange_what_the_plan_says(two, 
 
 
 def tutorial():
-    """Losses of the tutorial's step, of which each process has half of the samples."""
+    """Losses of the tutorial's step; each process has half of the samples."""
     rank = joined()
 
     def losses(mesh, samples):
@@ -112,6 +112,6 @@ def tutorial():
 
 
 @pytest.mark.long
-def test_the_tutorials_step_takes_each_processs_own_samples(two):
+def test_the_tutorials_step_uses_each_processs_own_samples(two):
     (first, alone), (second, _) = two(tutorial)
     assert first == second == pytest.approx(alone, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Losses with keys, metrics, variables and regularizers are those of one device."""
+"""Losses with keys, metrics, variables and regularizers equal those of one device."""
 
 import re
 from dataclasses import replace
@@ -46,19 +46,19 @@ def loss_of(run_layers, params, batch, rng, variables):
 
 
 def variables():
-    """One per rule; each device changes those that are no floating-point ones in its own way."""
+    """One per rule; each device changes those without floating-point values differently."""
     own = {"any": jnp.zeros((), bool), "key": jax.random.key(1), "seen": -jnp.ones((), jnp.int32)}
     return {"mean": jnp.zeros(WIDTH, jnp.float64), **own}
 
 
 def read(variables):
-    """As numpy arrays, with the key's data."""
+    """Returns numpy arrays, with the key's data."""
     found = {**variables, "key": jax.random.key_data(variables["key"])}
     return {name: np.asarray(leaf) for name, leaf in found.items()}
 
 
 def on_devices(folder, recompute):
-    """Losses, accuracies, sizes, averages after the steps, the head; resumed on other devices."""
+    """Losses, accuracies, sizes, final averages and the head; resumed on other devices."""
     tx = optax.sgd(1e-2)
     params, odd = parameters(), {"odd": jax.numpy.ones(7)}
     whole = fj.plan(odd, None, fj.make_mesh(1, 4, devices=jax.devices()[:4]))
@@ -87,7 +87,7 @@ def on_devices(folder, recompute):
         fj.save(folder, state, step=10 * (step_number + 1), epoch=3, note="kept")
         found.append([np.asarray(metrics[name]) for name in ("loss", "sizes")])
         found[-1].append(np.asarray(metrics["sums"]["right"]))
-    assert float(params["head"][0]) == float(odd["odd"][0]) == 1.0  # the caller's are still there
+    assert float(params["head"][0]) == float(odd["odd"][0]) == 1.0  # the caller's arrays
     assert fj.load_values(folder) == {"epoch": 3, "note": "kept", "step": 10 * NUM_STEPS}
     copies = {str(shard.data) for shard in state.variables["seen"].addressable_shards}
     last = {**read(state.variables), "copies": len(copies)}
@@ -95,7 +95,7 @@ def on_devices(folder, recompute):
 
 
 def on_one_device():
-    """The same, each part of the global batch after another with its key."""
+    """Computes the same, each part of the global batch in turn with its key."""
 
     def layers(block, x, stacked, keys):
         sizes = []
@@ -104,7 +104,7 @@ def on_one_device():
             sizes.append(size)
         return x, jnp.stack(sizes)
 
-    @jax.jit  # one part alone: all together would take the compiler seconds
+    @jax.jit  # one part at a time: all together would compile for seconds
     def value_and_grad(params, *given):
         def loss(params):
             total, *more = loss_of(layers, params, *given)
@@ -170,7 +170,7 @@ def counted(dtype, num_tokens):
 
 
 def counted_beyond_int32():
-    """Of a step and an evaluation on 4 devices: each counts nearly 2^31 labels in int32."""
+    """A step and an evaluation on 4 devices; each counts nearly 2^31 labels in int32."""
     mesh = fj.make_mesh(1, 4, devices=jax.devices()[:4])
     with jax.enable_x64(False):
         plan = fj.plan({"w": jax.ShapeDtypeStruct((8,), jnp.float32)}, None, mesh)
@@ -196,7 +196,7 @@ def test_counts_and_metrics_in_int32_do_not_wrap(devices):
 
 
 def with_metrics_alone():
-    """Metrics of a loss that changes no variables, whose batch has scalars; the tutorial's loss."""
+    """Metrics of a loss without variables and with a batch of scalars; the tutorial's loss."""
     mesh = fj.make_mesh(1, 4, devices=jax.devices()[:4])
     plan = fj.plan({"w": jax.ShapeDtypeStruct((8,), jnp.float32)}, None, mesh)
 
@@ -243,7 +243,7 @@ def test_tokens_are_counted_exactly_whatever_the_dtype_of_the_loss(devices, dtyp
 
 
 def stepped_variables():
-    """Variables after a step that keeps them, as they were and as they are."""
+    """Variables before and after a step that keeps them."""
     values = {
         "float8_e4m3fn": [1.5, -448.0],
         "bfloat16": [3e38, -1.0],
@@ -273,7 +273,7 @@ def unmatched(said, wanted):
 
 
 def wrong_losses():
-    """What is said of each loss."""
+    """Errors of each loss."""
     tree = {"layers": {"w": jnp.ones((4, 8, 8))}, "head": jnp.ones((8, 8))}
     plan = fj.plan(tree, None, fj.make_mesh(1, 8), blocks=["layers"])
     batch = {"x": np.ones((16, 8))}
@@ -336,11 +336,11 @@ def test_mistakes_of_losses_are_named(devices):
 
 
 def mistakes():
-    """What is said of each."""
+    """Errors of each mistake."""
     mesh = fj.make_mesh(1, 8)
     tree = {"layers": {"w": jnp.ones((4, 8, 8))}, "head": jnp.ones((8, 8))}
     plan = fj.plan(tree, None, mesh)
-    batch = {"x": torch.ones(16, 8)}  # of a DataLoader
+    batch = {"x": torch.ones(16, 8)}  # from a DataLoader
 
     def told(tx, rate=0.0):
         def loss(params, batch):
@@ -417,7 +417,7 @@ def test_mistakes_of_trees_batches_and_optimizers_are_named(devices):
 
 
 def wrong_states():
-    """What is said of each."""
+    """Errors of each state."""
     mesh, tree = fj.make_mesh(1, 8), {"w": jnp.ones((8, 8))}
     plan = fj.plan(tree, None, mesh)
 
@@ -428,7 +428,7 @@ def wrong_states():
     def again():
         state = fj.shard(plan, tree, optax.sgd(1e-3))
         assert trained(state)[1]["num_tokens"] == 800  # although counts are int8
-        return trained(state)  # which jax 0.10 lets crash the process
+        return trained(state)  # jax 0.10 would let it crash the process
 
     def narrow():
         with jax.enable_x64(False):
@@ -456,7 +456,7 @@ def wrong_states():
     )
 
 
-def test_states_and_plans_that_cannot_be_right_are_refused(devices):
+def test_impossible_states_and_plans_are_refused(devices):
     wanted = [
         "^state: .* got one that a step has used up",
         *["^state: expected arrays that are stored as in the step's plan"] * 2,
@@ -468,7 +468,7 @@ def test_states_and_plans_that_cannot_be_right_are_refused(devices):
 
 
 def differentiated(replicate):
-    """Differences of gradients of `eval_step`, with a batch of another mesh, to those of jax."""
+    """Differences between gradients of `eval_step`, with a batch of another mesh, and jax's."""
     params = {
         "layers": {"even": jnp.ones((3, 8, 8)) / 9, "odd": jnp.ones((3, 7))},
         "head": jnp.ones(8),
@@ -529,7 +529,7 @@ def test_a_state_is_evaluated_in_other_dtypes_and_stepped_in_a_jit(devices):
 
 
 def with_option(name):
-    """What XLA says of a step with this option."""
+    """XLA's error for a step with this option."""
     plan, tx = fj.plan({"w": jnp.ones(8)}, None, fj.make_mesh(1, 8)), optax.sgd(0.1)
     loss = lambda params, batch: (params["w"].sum() * batch.sum(), len(batch))  # noqa: E731
     step = fj.train_step(plan, loss, tx, compiler_options={name: True})
@@ -546,7 +546,7 @@ def test_compiler_options_reach_the_step_that_runs(devices):
 
 
 def doubled():
-    """Parameters after a step whose blocks have twice their weights, and after one by hand."""
+    """Parameters after a step whose blocks use doubled weights, and after one by hand."""
     tree = {"layers": {"w": 0.1 * jax.random.normal(jax.random.key(0), (3, 8, 8))}}
     plan, tx = fj.plan(tree, None, fj.make_mesh(2, 4), blocks=["layers"]), optax.sgd(1e-1)
     batch = {"x": np.random.default_rng(0).normal(size=(16, 8))}
@@ -573,12 +573,12 @@ def doubled():
     return np.abs(fj.full_params(state)["layers"]["w"] - wanted).max()
 
 
-def test_shards_may_be_changed_element_by_element_before_they_are_gathered(devices):
+def test_shards_may_be_changed_elementwise_before_they_are_gathered(devices):
     assert devices(doubled) < 1e-12
 
 
 def evaluated_integers():
-    """An integer sum, of which float32 keeps no single bits, and its negative."""
+    """An integer sum that float32 cannot represent exactly, and its negative."""
     tree = {"w": jnp.ones(8, "float32")}
 
     def loss(params, batch):
@@ -605,7 +605,7 @@ def padded():
     return integers, hot, masked["y"].tolist(), masked["counts"].tolist()
 
 
-def test_added_labels_count_nothing_whatever_their_form(devices):
+def test_padded_labels_of_any_form_do_not_count(devices):
     integers, rows, values, mask = devices(padded)
     assert integers == [3, 200, -100, -100]
     assert rows == [[1, 0, 0], [0, 1, 0], [0, 0, 0], [0, 0, 0]]

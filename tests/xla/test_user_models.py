@@ -1,9 +1,8 @@
-"""Models of other libraries train under a plan as on one device, and move what the plan says."""
+"""Models of other libraries train as on one device, and communicate as planned."""
 
 from functools import partial
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 
 from support.lazy import fj, fx, jax, optax, user_models
@@ -29,23 +28,17 @@ GRID = [
 ]
 
 
-_ALONE = {}  # one device's results by model and optimizer: most of the time is its compiler's
+_ALONE = {}  # results of one device by model and optimizer, cached because they compile slowly
 
 
 def optimizer(name):
-    match name:  # large epsilons: some gradients are zero but for rounding
+    match name:  # large epsilons: some gradients are zero except for rounding
         case "adamw":
             return optax.adamw(1e-2, eps=1e-3)
         case "muon":
             return optax.contrib.muon(1e-2, eps=1e-3)
         case _:
             return optax.adafactor(1e-2, eps=1e-6)
-
-
-def apart(trees):
-    """The largest difference of two trees' leaves."""
-    pairs = zip(*map(jax.tree.leaves, trees), strict=True)
-    return max((np.abs(np.subtract(a, b, dtype=float)).max() for a, b in pairs), default=0.0)
 
 
 def trained(name, tx_name, mesh_name, folder, recompute="none"):
@@ -80,13 +73,13 @@ def trained(name, tx_name, mesh_name, folder, recompute="none"):
         _ALONE[name, tx_name] = user_models.alone(model, start, tx, NUM_STEPS, num_parts, parts)
     wanted = _ALONE[name, tx_name]
     return {
-        "losses": apart(([*losses, *rest], wanted[0])),
-        "losses resumed": apart((again, wanted[0][SAVED_AFTER:])),
-        "parameters": apart((fj.full_params(state), wanted[1])),
-        "parameters resumed": apart((fj.full_params(resumed), wanted[1])),
-        "variables": apart((state.variables, wanted[2])),
-        "variables resumed": apart((resumed.variables, wanted[2])),
-        "moved": apart((start, wanted[1])),
+        "losses": user_models.apart(([*losses, *rest], wanted[0])),
+        "losses resumed": user_models.apart((again, wanted[0][SAVED_AFTER:])),
+        "parameters": user_models.apart((fj.full_params(state), wanted[1])),
+        "parameters resumed": user_models.apart((fj.full_params(resumed), wanted[1])),
+        "variables": user_models.apart((state.variables, wanted[2])),
+        "variables resumed": user_models.apart((resumed.variables, wanted[2])),
+        "moved": user_models.apart((start, wanted[1])),
     }, collectives
 
 
@@ -97,7 +90,7 @@ def test_a_users_model_trains_as_on_one_device_and_resumes_elsewhere(
 ):
     found, (census, planned) = devices(trained, name, tx, mesh, tmp_path)
     assert found.pop("moved") > 1e-4
-    # NNX computes attention's softmax in float32, `mixed` all of it.
+    # NNX computes attention's softmax in float32, `mixed` everything.
     bound = {"nnx_vit": 1e-6, "mixed": 1e-4}.get(name, 1e-11)
     assert max(found.values()) < bound, found
     assert census == planned

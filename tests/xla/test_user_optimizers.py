@@ -1,4 +1,4 @@
-"""Any optax transformation trains as on one device, also when it is saved and resumed elsewhere."""
+"""Any optax transformation trains as on one device, also saved and resumed elsewhere."""
 
 import inspect
 import warnings
@@ -89,7 +89,7 @@ ALONE = [
 ]
 PARAMETER_FREE = ("cocob", "dadapt_adamw", "dog", "dowg", "prodigy")
 REFUSED = {"lbfgs": "'value_fn'", "sophia": "obj_fn must be provided", "monitor": "structure"}
-# Parts of others, or with further arguments: per-example gradients, another optimizer
+# Parts of others, or with more arguments: per-example gradients, another optimizer
 OTHERS = {"scale_by_learning_rate", "scale_by_rprop", "scale_by_madgrad", "dpsgd"}
 MESHES = [("full_shard", 1, 8), ("hybrid_shard", 2, 4), ("no_shard", 8, 1)]
 
@@ -98,7 +98,7 @@ def init_fn(key):
     def normal(at, *shape):
         return 0.1 * jax.random.normal(jax.random.fold_in(key, at), shape, jnp.float64)
 
-    # `wide` divides over 8 and 3 devices nowhere: it is padded.
+    # Neither 8 nor 3 devices divide `wide`, so it is padded.
     layers = {"down": normal(0, 2, 16, 8), "up": normal(1, 2, 8, 16)}
     return {"b": normal(2, 8), "layers": layers, "wide": normal(3, 257, 263)}
 
@@ -157,7 +157,7 @@ def setup(name, strategy, replicate, shard):
 
 
 def resumed(name, folder, mesh):
-    """Largest differences of weights from one device's: without a break, and resumed elsewhere."""
+    """Largest differences of weights from one device's: uninterrupted, and resumed elsewhere."""
 
     def run(step, state, some):
         for batch in some:
@@ -201,7 +201,7 @@ def test_an_optimizer_of_optax_trains_as_on_one_device_and_resumes_elsewhere(
     devices, tmp_path, name, mesh
 ):
     straight, elsewhere, moved = devices(resumed, name, tmp_path, mesh)
-    # bfloat16 moments round what differs in the last bits of float64 now and then.
+    # bfloat16 moments sometimes round differences in the last bits of float64.
     bound = 1e-4 if name == "low_precision" else 1e-9
     assert moved > 1e-6
     assert straight < bound
@@ -237,5 +237,5 @@ def made_from_a_rate():
     return found
 
 
-def test_no_optimizer_of_optax_is_left_out(devices):
+def test_every_optimizer_of_optax_is_tested(devices):
     assert devices(made_from_a_rate) <= {*FAST, *LONG, *ALONE, *REFUSED, *OTHERS}

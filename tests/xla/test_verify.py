@@ -1,4 +1,4 @@
-"""`fullshard verify` with `backend: jax`: the real reference, and the step on eight CPU devices."""
+"""`fullshard verify` with `backend: jax`: the real reference, and a step on eight CPU devices."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ def prepared_of(*words, fault=None):
 
 
 def in_reference(folder):
-    """What a process of its own does, in one that has torch already."""
+    """Runs the reference in a process that has imported torch already."""
     reference = runpy.run_path(str(verify.REFERENCE))
     job = json.loads((folder / "job.json").read_text())
     for settings in job["passes"]:
@@ -70,7 +70,7 @@ AXES = {
 
 @pytest.fixture(scope="module", params=["tensor", pytest.param("expert", marks=pytest.mark.long)])
 def checked(devices, tmp_path_factory, request):
-    """A short check in float64, of arrays that are frozen or whole, and its reference."""
+    """A short check in float64 with frozen and unsharded arrays, and its reference."""
     folder, words = tmp_path_factory.mktemp("verify"), AXES[request.param]
     prepared = prepared_of(*words, "gradient_accumulation_steps=2")
     job = dataclasses.replace(prepared.job, passes=prepared.job.passes[:1], num_steps=2)
@@ -80,7 +80,7 @@ def checked(devices, tmp_path_factory, request):
     return prepared, folder
 
 
-def test_a_sharded_run_is_that_of_one_process_of_torch(devices, checked):
+def test_a_sharded_run_equals_one_process_of_torch(devices, checked):
     verdict = verdict_of(devices, *checked)
     assert verdict.diagnosis is None, verdict.diagnosis
     assert [row.name for row in verdict.rows] == [*ROWS, "step after loading"]
@@ -89,14 +89,14 @@ def test_a_sharded_run_is_that_of_one_process_of_torch(devices, checked):
 
 
 @pytest.mark.slow
-def test_a_device_with_data_of_another_is_seen(devices, checked):
+def test_a_device_with_data_of_another_is_detected(devices, checked):
     verdict = verdict_of(devices, *checked, Fault.REPEATED_DATA)
     assert verdict.diagnosis is not None
     assert "loss" in [row.name for row in verdict.rows if not row.is_equal]
 
 
 def on_devices_with_wrong_chunks(folder):
-    """Chunks whose loss is right and whose gradient is 1.001 of the right one."""
+    """Chunks with the right loss and 1.001 times the right gradient."""
     from fullshard.xla import loss
 
     right = loss.cross_entropy
@@ -111,7 +111,7 @@ def on_devices_with_wrong_chunks(folder):
 
 
 @pytest.mark.long
-def test_a_wrong_gradient_of_the_losss_chunks_is_seen(devices, checked):
+def test_a_wrong_gradient_of_loss_chunks_is_detected(devices, checked):
     prepared, folder = checked
     prepared.job.write(folder)
     devices(on_devices_with_wrong_chunks, folder)
@@ -124,7 +124,7 @@ def test_a_wrong_gradient_of_the_losss_chunks_is_seen(devices, checked):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8])
 def test_twenty_steps_of_every_strategy_in_float64_and_float32(devices, tmp_path, world_size):
-    """The reference knows no strategy: one run of it serves all of a world size."""
+    """The reference is independent of the strategy, so one run serves a world size."""
     cases = [case for case in GRID if case[1] * case[2] == world_size]
     for at, (strategy, replicate, shard) in enumerate(cases):
         sizes = (f"sharding.replicate={replicate}", f"sharding.shard={shard}")
@@ -139,7 +139,7 @@ def test_twenty_steps_of_every_strategy_in_float64_and_float32(devices, tmp_path
         assert verdict.diagnosis is None, (strategy, replicate, shard, verdict)
 
 
-def test_the_mesh_of_the_run_is_played_where_it_is_small():
+def test_the_mesh_of_the_run_is_checked_if_it_is_small():
     def mesh_of(*words):
         prepared = prepared_of(*words)
         return prepared.plan.mesh.replicate, prepared.plan.mesh.shard, prepared.notes
@@ -159,7 +159,7 @@ def test_layers_are_frozen_by_their_numbers_in_the_full_model():
     ]
 
 
-def test_a_low_precision_has_a_pass_of_its_own():
+def test_low_precision_is_checked_in_a_separate_pass():
     passes = prepared_of("param_dtype=bf16").job.passes
     assert [(choice.name, choice.tolerance) for choice in passes] == [
         ("float64", 1e-10),
@@ -185,6 +185,6 @@ def test_a_low_precision_has_a_pass_of_its_own():
         ),
     ],
 )
-def test_what_cannot_be_checked_is_an_error_of_the_configuration(words, fault, said):
+def test_settings_that_cannot_be_checked_are_configuration_errors(words, fault, said):
     with pytest.raises(ConfigError, match=said):
         prepared_of(*words, fault=fault)

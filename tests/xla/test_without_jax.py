@@ -1,4 +1,4 @@
-"""Without jax everything else works, and what needs it says what to install."""
+"""Without jax everything else works, and features that need it name the package to install."""
 
 from support.processes import python
 

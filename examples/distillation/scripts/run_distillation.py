@@ -4,7 +4,7 @@
     torchrun --nproc_per_node=8 scripts/run_distillation.py distillation.training.fsdp=shard_grad_op
     python scripts/run_distillation.py max_steps=50          two local ranks are started
 
-Words behind the script replace values of conf/distillation/default.yaml.
+Arguments after the script override values of conf/distillation/default.yaml.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows, the JSON object and the Markdown page, made from figures that are written here."""
+"""Rows, the JSON object and the Markdown page, from constant figures."""
 
 import json
 import math
@@ -26,7 +26,7 @@ CONTRACT = {"name", "strategy", "step_time_s", "tokens_per_s", "memory_peak_byte
 
 @pytest.fixture
 def result(monkeypatch):
-    """A function that measures the tiny case; ranks answer with figures that are written here."""
+    """Returns a function that measures the tiny case; ranks return constant figures."""
     speeds = {"fullshard": 0.6, "fsdp2": 1.0, "floor": 0.5}
 
     def measure(others=0.0, became_idle=True, **losses):
@@ -110,7 +110,7 @@ def test_rounding_in_the_losses_passes(result):
     assert loss_errors(result(fullshard=[8.0, 7.5 + 1e-6])) == []
 
 
-def test_losses_are_laid_beside_fsdp2s_wherever_it_stands():
+def test_losses_are_compared_with_fsdp2_in_any_row():
     found = loss_differences({"ddp": [2.0, 4.0], "fsdp2": [2.0, 5.0], "fullshard": [2.0, math.nan]})
     assert (found["ddp"], found["fsdp2"]) == (0.2, 0.0)
     assert math.isnan(found["fullshard"])
@@ -157,7 +157,7 @@ def test_engines_that_do_not_fit_are_paired_with_fsdp2_group_by_group():
 
 
 @pytest.mark.parametrize(("name", "numel"), [("29M", 29_414_400), ("109M", 109_160_448)])
-def test_a_case_knows_how_many_parameters_its_model_has(name, numel):
+def test_a_case_has_the_number_of_parameters_of_its_model(name, numel):
     import torch
 
     from fullshard.bench.engines import GPT
@@ -168,7 +168,7 @@ def test_a_case_knows_how_many_parameters_its_model_has(name, numel):
 
 
 @pytest.mark.parametrize(("own_s", "others"), [(5.0, 0.1), (7.0, 0.0)])
-def test_the_share_of_others_leaves_our_own_time_out(monkeypatch, own_s, others):
+def test_the_load_of_others_excludes_our_own_time(monkeypatch, own_s, others):
     """Ten seconds of two cores, 60 % of which are used."""
     walls, owns = iter([0.0, 10.0]), iter([0.0, 2 * own_s])
     cores = SimpleNamespace(cpu_percent=lambda: 60.0, cpu_count=lambda: 2)

@@ -1,4 +1,4 @@
-"""The arithmetic behind the tables, on numbers whose answer is known."""
+"""Statistics of the tables, on numbers with known results."""
 
 import random
 
@@ -17,7 +17,7 @@ def test_a_constant_ratio_has_an_interval_of_no_width():
     assert (found.value, found.low, found.high) == (0.5, 0.5, 0.5)
 
 
-def test_pairing_cancels_what_slows_both_sides_of_a_round():
+def test_pairing_cancels_load_on_both_sides_of_a_round():
     draw = random.Random(1)
     load = [draw.uniform(1.0, 5.0) for _ in range(15)]
     ours = [0.7 * x * draw.uniform(0.99, 1.01) for x in load]
@@ -25,7 +25,7 @@ def test_pairing_cancels_what_slows_both_sides_of_a_round():
     assert 0.69 < found.low <= found.value <= found.high < 0.71
 
 
-def test_the_interval_covers_the_truth_about_as_often_as_it_says():
+def test_the_interval_has_about_its_nominal_coverage():
     draw = random.Random(2)
     hits = 0
     for _ in range(60):

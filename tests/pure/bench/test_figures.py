@@ -1,4 +1,4 @@
-"""Drawings of benchmarks show what was measured, to scale."""
+"""Figures of benchmarks show the measurements to scale."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ def words_of(tree):
     return [element.text or "" for element in tree.iter(f"{SVG}text")]
 
 
-def test_a_trace_has_a_lane_a_rank_and_kind_and_a_bar_an_event():
+def test_a_trace_has_a_lane_per_rank_and_kind_and_a_bar_per_event():
     trace = json.loads((RESULTS / "overlap_trace.json").read_text())
     tree = drawn(draw_trace(trace))
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
@@ -52,5 +52,5 @@ def test_ratios_are_bars_to_scale_and_the_floor_is_a_line():
     assert at - 150 == pytest.approx(0.8 * widths["ours"], rel=1e-2)
 
 
-def test_without_the_reference_there_is_nothing_to_draw():
+def test_without_the_reference_no_figure_is_drawn():
     assert draw_ratios([{**row("fullshard", 1.0), "ratio_to_fsdp2": None}], "a", "b", "c") == ""

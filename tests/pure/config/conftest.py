@@ -1,4 +1,4 @@
-"""What tests of the configuration share."""
+"""Fixtures of configuration tests."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from fullshard.errors import ConfigError
 
 @pytest.fixture
 def load_file(tmp_path, monkeypatch):
-    """`load_file(text, *overrides)` loads a file of that text; of several texts, several files."""
+    """`load_file(text, *overrides)` loads a file with that text; several texts, several files."""
     monkeypatch.chdir(tmp_path)
 
     def load(texts, *overrides, name="a.yaml", **how):
@@ -27,7 +27,7 @@ def load_file(tmp_path, monkeypatch):
 
 @pytest.fixture
 def check_error(snapshot, load_file):
-    """Compares the error of a file with this text, word for word; its exit code is 2."""
+    """Compares a file's error with this text, word for word, and checks exit code 2."""
 
     def check(name, text, *, needs_model):
         with pytest.raises(ConfigError) as caught:
@@ -40,7 +40,7 @@ def check_error(snapshot, load_file):
 
 @pytest.fixture
 def configured():
-    """The configuration of a file with these keys; `model` may be left out."""
+    """Returns the configuration of a file with these keys; `model` has a default."""
 
     def load(**keys):
         text = json.dumps({"model": "x", **keys})

@@ -1,4 +1,4 @@
-"""`per_device_train_batch_size: auto` is read and written as that word until it is chosen."""
+"""`per_device_train_batch_size: auto` stays that word until a size is chosen."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def test_the_word_is_kept_as_it_is_written(load_file):
 
 @pytest.mark.parametrize("word", ["auto", "AUTO"])
 @pytest.mark.parametrize("typed", ["per_device_train_batch_size", "train_batch_size"])
-def test_the_word_beside_the_size_of_an_update_takes_nothing_from_it(load_file, typed, word):
+def test_auto_does_not_change_the_size_of_an_update(load_file, typed, word):
     sizes = {"per_device_train_batch_size": word, "train_batch_size": "64"}
     text = "training:\n" + "".join(f"  {k}: {v}\n" for k, v in sizes.items() if k != typed)
     training = load_file(text, f"{typed}={sizes[typed]}", needs_model=False).config.training
@@ -29,7 +29,7 @@ def test_the_word_beside_the_size_of_an_update_takes_nothing_from_it(load_file, 
 
 
 @pytest.mark.parametrize("word", ["auto", "AUTO"])
-def test_the_word_takes_nothing_from_the_size_of_an_update_of_a_rival_dialect(load_file, word):
+def test_auto_does_not_change_the_size_of_an_update_in_other_dialects(load_file, word):
     text = '{"train_batch_size": 64, "zero_optimization": {"stage": 3}}'
     words = [f"per_device_train_batch_size={word}", f"strategy={word}"]
     config = load_file(text, *words, needs_model=False).config
@@ -47,7 +47,7 @@ def test_the_word_takes_nothing_from_the_size_of_an_update_of_a_rival_dialect(lo
         ({"train_batch_size": 24, "gradient_accumulation_steps": 4}, 12),
     ],
 )
-def test_what_is_divided_is_what_a_rank_has_for_an_update(words, samples):
+def test_the_divided_number_is_a_ranks_share_of_an_update(words, samples):
     training = TrainingConfig(per_device_train_batch_size="auto", **words)
     assert training.divided(2) is training
     whole = training.undivided(2)

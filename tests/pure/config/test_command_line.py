@@ -1,4 +1,4 @@
-"""Overrides of the command line: which key a name means, and that it wins over the file."""
+"""Overrides of the command line: names map to keys, and replace values of the file."""
 
 import pytest
 
@@ -61,12 +61,12 @@ def test_a_student_of_the_file_is_replaced(load, name):
     assert load(f"{name}=null", text=text).model.name_or_path == "t"
 
 
-def test_a_key_of_the_models_configuration_may_stand_alone(load):
+def test_a_key_of_the_models_configuration_needs_no_prefix(load):
     config = load("hidden_size=128").model.config
     assert config == {"model_type": "llama", "hidden_size": 128, "vocab_size": 512}
 
 
-def test_values_of_other_peoples_keys_are_what_yaml_says(load):
+def test_values_of_other_tools_keys_are_read_as_yaml(load):
     assert load("model.config.tie=no").model.config["tie"] is False
     assert load("model.config.rope={theta: 1e4}").model.config["rope"] == {"theta": 1e4}
 
@@ -81,7 +81,7 @@ def test_the_last_of_two_overrides_wins(load):
     assert load("max_length=8", "training.max_seq_length=9").training.max_seq_length == 9
 
 
-def test_what_says_the_same_in_another_way_gives_way(load):
+def test_an_override_replaces_other_spellings_in_the_file(load):
     config = load("param_dtype=fp32", "num_train_epochs=2", "warmup_ratio=0.1")
     assert config.training.bf16 is None
     assert config.training.max_steps == -1
@@ -90,7 +90,7 @@ def test_what_says_the_same_in_another_way_gives_way(load):
     assert load("bf16=true", text=text).sharding.param_dtype is DType.BFLOAT16
 
 
-def test_what_asks_for_nothing_leaves_the_files_choice(load):
+def test_an_override_without_effect_keeps_the_files_choice(load):
     without = FILE.replace("bf16: true, max_steps: 10", "fp16: true, num_train_epochs: 1")
     for steps in ("-1", "0"):
         config = load("bf16=false", f"max_steps={steps}", "warmup_ratio=0", text=without)
@@ -119,7 +119,7 @@ def test_overrides_that_contradict_each_other_are_refused(load):
         load("bf16=true", "param_dtype=fp32")
 
 
-def test_an_ambiguous_name_lists_what_it_may_mean(load):
+def test_an_ambiguous_name_lists_its_meanings(load):
     with pytest.raises(ConfigError) as caught:
         load("vocab_size=5")
     assert str(caught.value) == (
@@ -147,7 +147,7 @@ def test_an_ambiguous_name_lists_what_it_may_mean(load):
             "weight_decay: expected a number >= 0, got '1e300'. The limit is 2^63",
         ),
         ("timeout=1:30", "timeout: expected a number >= 1 and < 1,000,000,000; got '1:30'"),
-        # float32 would lose the loss that is multiplied by the square of the temperature
+        # float32 would lose the loss, which is multiplied by the square of the temperature
         ("temperature=1e-300", "temperature: expected a number >= 1e-06 and < 1,000; got '1e-300'"),
         ("temperature=1e4", "temperature: expected a number >= 1e-06 and < 1,000; got '1e4'"),
         ("strategy=ful", "strategy: expected one of full_shard, shard_grad_op, "),
@@ -184,7 +184,7 @@ def test_a_path_is_what_was_typed(load, name):
         (["--fp16"], ["training.fp16=true"]),
         (["--lerning_rate", "1"], ["training.lerning_rate=1"]),
         (["--num_processes", "4"], ["num_processes=4"]),
-        (["--nproc-per-node=4"], ["nproc_per_node=4"]),  # torchrun's, behind `--`
+        (["--nproc-per-node=4"], ["nproc_per_node=4"]),  # torchrun's flags, after `--`
         (["--strategy", "zero2"], ["strategy=zero2"]),
         (["--sharding.wrap", "none"], ["sharding.wrap=none"]),
         (["--model_name_or_path", "x"], ["model_name_or_path=x"]),

@@ -1,4 +1,4 @@
-"""What people read when a file of another tool is wrong, word for word."""
+"""Errors of wrong files of other tools, word for word."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 
 from fullshard.errors import ConfigError
 
-# What stands in a.yaml; the errors are beside them in __snapshots__/.
+# Contents of a.yaml; __snapshots__/ has the errors.
 FILES = (
     "distributed_type: FSDP\nmixed_precission: bf16\n",
     "distributed_type: FSDP\nfsdp_config:\n  fsdp_offload_parms: true\n",
@@ -68,14 +68,14 @@ def test_a_wrong_file_says_where_what_and_how(text, check_error):
     check_error("a.yaml", text, needs_model=False)
 
 
-def test_a_later_check_names_the_key_that_stands_there(load_file):
+def test_a_later_check_names_the_key_of_the_file(load_file):
     text = "distributed_type: FSDP\nfsdp_config:\n  offload_params: true\n"
     resolved = load_file(text, needs_model=False)
     error = resolved.located(ConfigError("offload: too little memory"))
     assert str(error) == "a.yaml:3: fsdp_config.offload_params: too little memory"
 
 
-def test_a_typed_value_mends_what_a_file_says(load_file):
+def test_an_override_corrects_a_wrong_file(load_file):
     text = "training: {fsdp: full_shrad, fsdp_config: missing.json}\n"
     with pytest.raises(ConfigError, match="2 problems"):
         load_file(text, needs_model=False)
@@ -96,7 +96,7 @@ def test_three_batch_sizes_of_deepspeed_must_agree_with_the_ranks(load_file):
 
 
 def test_broken_json_is_not_called_yaml(load_file):
-    text = json.dumps({"model": "\U0001f600"})  # as a pair of surrogates
+    text = json.dumps({"model": "\U0001f600"})  # written as a pair of surrogates
     assert load_file(text, name="a.json").config.model.name_or_path == "\U0001f600"
     text = '// ours\n{"zero_optimization": {"stage": 2}}'
     with pytest.raises(ConfigError, match=r"a.json:2: expected JSON, got"):

@@ -1,4 +1,4 @@
-"""Files of other tools, in the form of their documentation, say in our keys what they said."""
+"""Files of other tools, as in their documentation, keep their meaning in our keys."""
 
 import json
 import re
@@ -23,7 +23,7 @@ FILES = sorted(path.name for path in FOLDER.iterdir() if path.name != "fsdp_conf
 
 @pytest.fixture
 def load(load_file):
-    """`load(text, *overrides)` reads a file of that text; several texts are several files."""
+    """`load(text, *overrides)` reads a file with that text; several texts are several files."""
     return partial(load_file, needs_model=False)
 
 
@@ -71,7 +71,7 @@ def test_every_key_of_another_tool_has_a_note(name, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("prefix", ["fsdp_", "", "FSDP_"])
-def test_a_strategy_stays_what_it_is(load, prefix, written, strategy):
+def test_a_strategy_keeps_its_meaning(load, prefix, written, strategy):
     in_accelerate = load(accelerate(f"{prefix}sharding_strategy: {written}"))
     assert in_accelerate.config.strategy is strategy
     in_trainer = load(f"training: {{fsdp_config: {{{prefix}sharding_strategy: {written}}}}}")
@@ -96,7 +96,9 @@ def test_a_strategy_stays_what_it_is(load, prefix, written, strategy):
     ],
 )
 @pytest.mark.parametrize("form", ["fsdp: {}", "training: {{fsdp: {}}}"])
-def test_fsdp_of_the_trainer_is_text_or_list_or_mapping(load, form, written, strategy, offload):
+def test_fsdp_of_the_trainer_may_be_text_a_list_or_a_mapping(
+    load, form, written, strategy, offload
+):
     text = form.format(written if written[0] in "[{" or written == "true" else f'"{written}"')
     sharding = load(text if "training" in form else f"{text}\noutput_dir: x").config.sharding
     assert sharding.strategy is strategy
@@ -119,7 +121,7 @@ def test_a_key_that_would_change_numbers_is_lost_and_not_idle(load, text, is_los
     assert any(note.status is Status.LOST for note in load(text).notes) == is_lost
 
 
-def test_no_is_a_word_to_accelerate_and_one_process(load):
+def test_no_is_a_word_in_accelerate_and_means_one_process(load):
     config = load("distributed_type: NO\nmixed_precision: no\nfsdp_config:\n").config
     assert (config.strategy, config.launch.num_processes) == (Strategy.NO_SHARD, 1)
     assert config.sharding.param_dtype is None
@@ -191,7 +193,7 @@ def test_a_stage_of_zero_is_a_strategy(load, stage, strategy):
         ({"offload_optimizer": {"device": "cpu", "nvme_path": "/a"}}, "cpu cpu cpu", None),
     ],
 )
-def test_what_is_on_nvme_is_there_and_the_rest_on_the_host(load, written, homes, folder):
+def test_state_on_nvme_stays_there_and_the_rest_is_on_the_host(load, written, homes, folder):
     flat = {
         f"{key}_{name.removeprefix('offload_')}": value
         for key, values in written.items()
@@ -265,7 +267,7 @@ def test_two_spellings_of_one_meaning_agree(load, text):
         ),
     ],
 )
-def test_a_value_that_another_key_outvotes_does_not_happen_anyway(load, text, override, key, why):
+def test_a_value_overruled_by_another_key_has_no_effect(load, text, override, key, why):
     (note,) = (note for note in load(text, override).notes if note.key == key)
     assert (note.status, note.why) == (Status.NO_EFFECT, why)
 
@@ -292,7 +294,7 @@ def test_a_recipe_is_laid_over_a_machine_file_and_the_command_line_over_both(loa
     config = resolved.config
     assert (config.model.name_or_path, config.training.learning_rate) == ("x", 1e-4)
     assert (config.training.max_steps, config.launch.num_processes) == (100, 2)
-    assert config.sharding.param_dtype is None  # the recipe's bf16: false
+    assert config.sharding.param_dtype is None  # bf16: false in the recipe
     assert config.sharding.offload.parameters is HomeKind.CPU
     assert resolved.dialects == ("Accelerate", "TrainingArguments")
     notes = {note.key: note for note in resolved.notes}
@@ -308,7 +310,7 @@ def test_sections_of_ours_may_stand_in_any_file(load):
     assert config.strategy is Strategy.SHARD_GRAD_OP
 
 
-def test_the_command_line_speaks_hugging_face_too(load):
+def test_the_command_line_accepts_hugging_face_names_too(load):
     file = "model: x\ntraining: {fsdp: full_shard offload, bf16: true}\n"
     sharding = load(file, "training.fsdp=no_shard", "fp16=true", "bf16=false").config.sharding
     assert (sharding.strategy, sharding.offload) == (Strategy.NO_SHARD, None)
@@ -318,7 +320,7 @@ def test_the_command_line_speaks_hugging_face_too(load):
     assert typed.config.sharding.offload.parameters is HomeKind.CPU
 
 
-def test_a_typed_file_does_not_replace_what_another_file_says_in_silence(load, tmp_path):
+def test_a_file_of_the_command_line_never_silently_overrides_another(load, tmp_path):
     (tmp_path / "ds.json").write_text('{"gradient_clipping": 0.5, "zero_optimization": true}')
     assert load("model: x", "deepspeed=ds.json").config.training.max_grad_norm == 0.5
     expected = "^ds.json:1: gradient_clipping: expected the value of training"
@@ -326,7 +328,7 @@ def test_a_typed_file_does_not_replace_what_another_file_says_in_silence(load, t
         load("model: x\ntraining: {max_grad_norm: 1}", "deepspeed=ds.json")
 
 
-def test_what_stands_for_something_is_read_before_it_is_translated(load):
+def test_interpolations_are_resolved_before_translation(load):
     text = "base: 3\ntraining: {seed: 4}\n"
     with pytest.raises(ConfigError, match="base: unknown key"):
         load(text)
@@ -335,13 +337,13 @@ def test_what_stands_for_something_is_read_before_it_is_translated(load):
 
 
 @pytest.mark.parametrize("page", ["accelerate", "deepspeed", "trainer"])
-def test_before_and_after_of_the_migration_pages_are_the_same(load, page):
+def test_before_and_after_in_the_migration_pages_are_equal(load, page):
     text = (Path(__file__).parents[3] / "docs" / "migrate" / f"{page}.md").read_text()
     before, after = re.findall(r"```(?:yaml|json)\n(.*?)```", text, re.DOTALL)[:2]
     theirs, ours = load(before), load(after)
     assert theirs.config.to_dict() == ours.config.to_dict()
     assert theirs.notes
-    assert not ours.notes or page == "trainer"  # whose names are ours too
+    assert not ours.notes or page == "trainer"  # its names are also ours
 
 
 def test_every_key_that_the_installed_transformers_documents_is_known():
@@ -353,7 +355,7 @@ def test_every_key_that_the_installed_transformers_documents_is_known():
     assert [key for key in documented if key not in FSDP] == []
 
 
-def test_marks_tell_dialects_apart_and_from_ours():
+def test_marks_distinguish_dialects_from_each_other_and_ours():
     from fullshard.config.schema import RunConfig
 
     for dialect in DIALECTS:
@@ -366,7 +368,7 @@ def test_json_with_tabs_is_read(load):
     assert load(text, name="ds.json").config.strategy is Strategy.SHARD_GRAD_OP
 
 
-def test_no_key_stands_twice_in_a_table_of_keys():
+def test_no_key_occurs_twice_in_a_table_of_keys():
     text = files("fullshard.config.dialects").joinpath("keys.yaml").read_text("utf-8")
     for table, rows in yaml.safe_load(text).items():
         names = " ".join(row["keys"] for row in rows).split()

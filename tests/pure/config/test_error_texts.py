@@ -1,4 +1,4 @@
-"""What people read when a configuration is wrong, word for word."""
+"""Errors of wrong configurations, word for word."""
 
 import os
 import pickle
@@ -13,7 +13,7 @@ from fullshard.errors import ConfigError
 
 LLAMA = "model: {config: {model_type: llama}}\n"
 
-# What stands in train.yaml; the errors are beside them in __snapshots__/.
+# Contents of train.yaml; __snapshots__/ has the errors.
 FILES = (
     "",
     "# a comment\n",
@@ -125,7 +125,7 @@ def test_a_long_value_is_cut_in_the_message():
     assert len(str(caught.value)) < 250
 
 
-def test_errors_survive_the_way_to_another_process():
+def test_errors_can_be_sent_to_another_process():
     with pytest.raises(ConfigError) as caught:
         ShardConfig(shard=0)
     copy = pickle.loads(pickle.dumps(caught.value))
@@ -146,7 +146,7 @@ def test_strategies_of_units_that_are_no_mapping_are_named(value):
         ShardConfig(strategies=value)
 
 
-def test_a_home_is_that_of_the_user_as_in_a_shell(monkeypatch):
+def test_a_tilde_is_the_users_home_as_in_a_shell(monkeypatch):
     monkeypatch.setenv("HOME", "/me")
     words = ["model=~/llama", "output_dir=~/run", "data=a/~/b", "run_name=~x"]
     config = load_config(None, words).config
@@ -160,10 +160,10 @@ def test_a_home_is_that_of_the_user_as_in_a_shell(monkeypatch):
     assert RunConfig(model="~").model.name_or_path == "/me"
 
 
-def test_an_empty_mixture_is_no_wish_for_the_embedded_text(tmp_path):
+def test_an_empty_mixture_does_not_mean_the_embedded_text(tmp_path):
     with pytest.raises(ConfigError, match=r"data.mixture: expected at least one source, got an e"):
         load_config(None, ["data.mixture=[]"])
-    written = tmp_path / "config.yaml"  # of a run: it has every key
+    written = tmp_path / "config.yaml"  # the file of a run, which has every key
     written.write_text(load_config(None, []).to_yaml())
     assert "mixture: []" in written.read_text()
     assert load_config(written, []).config.data.uses_baseline

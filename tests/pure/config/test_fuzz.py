@@ -1,4 +1,4 @@
-"""A stranger's configuration file is read, or refused by a typed error; nothing else comes out."""
+"""Any configuration file is read, or refused with a typed error."""
 
 import re
 from importlib.resources import files
@@ -46,7 +46,7 @@ ODD = st.sampled_from([*LONG, *re.split(r" \| |\n", WORDS.strip())])
 
 @st.composite
 def mutated(draw):
-    """A good file in which a few words, lines or characters are others."""
+    """A valid file with a few changed words, lines or characters."""
     text = draw(st.sampled_from([OURS, ACCELERATE, DEEPSPEED, AXOLOTL]))
     for _ in range(draw(st.integers(1, 3))):
         begin = draw(st.integers(0, len(text)))
@@ -71,7 +71,7 @@ def test_any_file_is_read_or_refused_by_a_typed_error(tmp_path_factory, text):
         return
     path.write_text(resolved.to_yaml(), encoding="utf-8")
     again = load_config(path, needs_model=not resolved.is_without_model)
-    assert again.config == resolved.config  # what was read survives being written
+    assert again.config == resolved.config  # a configuration that was read survives a round trip
 
 
 @pytest.mark.parametrize("model", ["", "model:\n", "model: {name_or_path: null}\n", "student:\n"])
@@ -94,7 +94,7 @@ def test_a_configuration_without_a_model_survives_being_written(load_file, model
         ("a: !!binary 1", "expected YAML, got something else"),
     ],
 )
-def test_what_a_stranger_writes_is_named(load_file, text, said):
+def test_malformed_values_are_named(load_file, text, said):
     with pytest.raises(ConfigError) as caught:
         load_file(text)
     assert said in str(caught.value)
@@ -106,7 +106,7 @@ def test_whole_numbers_as_keys_of_a_models_configuration_are_text_as_in_json(loa
     assert load_file(text).config.model.config["id2label"] == {"0": "a", "1": "b"}
 
 
-def test_every_key_of_a_group_that_is_lost_is_named(load_file):
+def test_every_lost_key_of_a_group_is_named(load_file):
     text = (
         '{"model": "x", "zero_optimization": {"stage": 3}, '
         '"flops_profiler": {"enabled": true, "profile_step": 1}}'

@@ -1,4 +1,4 @@
-"""The memory of a container is what its cgroups allow, of either version."""
+"""The memory of a container is the limit of its cgroups, of either version."""
 
 import psutil
 import pytest
@@ -10,7 +10,7 @@ GIB = 1 << 30
 
 
 def tree(folder, groups):
-    """Writes groups with the files that the kernel gives them; "" is the root."""
+    """Writes groups with the kernel's files; "" is the root."""
     for name, files in groups.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         for file, content in files.items():
@@ -18,7 +18,7 @@ def tree(folder, groups):
 
 
 def version_2(limit, high, used, kills):
-    """Files of a group of version 2, as Linux writes them; the root group has no limits."""
+    """Files of a version 2 group, as Linux writes them; the root group has no limits."""
     return {
         "memory.max": f"{limit}\n",
         "memory.high": f"{high}\n",
@@ -38,7 +38,7 @@ def version_1(limit, used, kills):
 
 
 NO_LIMIT = 9223372036854771712  # version 1 writes this
-GROUPS = {  # own groups, all groups, the file of the least limit, that of the own group's kills
+GROUPS = {  # own groups, all groups, file of the lowest limit, file of the own group's kills
     "version 2 in a container": (
         "0::/\n",
         {"": version_2(str(GIB), "max", GIB // 2, 1)},
@@ -97,7 +97,7 @@ GROUPS = {  # own groups, all groups, the file of the least limit, that of the o
 
 
 @pytest.mark.parametrize("case", GROUPS)
-def test_the_least_limit_is_named_with_its_file_and_kills_are_the_own_groups(
+def test_the_lowest_limit_is_named_with_its_file_and_kills_are_the_own_groups(
     tmp_path, monkeypatch, case
 ):
     own, groups, limited, kills = GROUPS[case]
@@ -108,7 +108,7 @@ def test_the_least_limit_is_named_with_its_file_and_kills_are_the_own_groups(
     file = tmp_path / "cgroup" / limited
     assert host_memory.limit() == host_memory.Limit(GIB, file)
     assert str(host_memory.limit()) == f"the container's memory limit of 1.0 GiB ({file})"
-    assert host_memory.available_bytes() == GIB // 2 + 4096  # of what is used, files may go
+    assert host_memory.available_bytes() == GIB // 2 + 4096  # cached files may be evicted
     if kills is None:
         return
     assert host_memory.kill_counters()[-1] == tmp_path / "cgroup" / kills
@@ -119,7 +119,7 @@ def test_the_least_limit_is_named_with_its_file_and_kills_are_the_own_groups(
 
 
 @pytest.mark.parametrize("own", [None, "0::/\n"])
-def test_without_a_group_that_limits_it_the_machine_is_named(tmp_path, monkeypatch, own):
+def test_without_a_limit_the_machine_is_named(tmp_path, monkeypatch, own):
     (tmp_path / "memory.max").write_text("max\n")
     if own is not None:
         (tmp_path / "own").write_text(own)

@@ -1,4 +1,4 @@
-"""How a process was launched, read from the variables of each launcher."""
+"""Reads from each launcher's variables how a process was launched."""
 
 import dataclasses
 import os
@@ -42,7 +42,7 @@ def without(variables, *names):
     return {name: value for name, value in variables.items() if name not in names}
 
 
-def test_nothing_set_is_no_rank():
+def test_without_variables_a_process_is_no_rank():
     assert read_launch_environment({}) is None
     assert read_launch_environment({"LOCAL_RANK": "0", "RANK": ""}) is None
 
@@ -110,14 +110,14 @@ def test_a_lone_process_of_mpirun_starts_its_own_ranks():
     assert read_launch_environment(lone) is None
 
 
-def test_torchs_names_come_before_those_of_mpirun():
-    """accelerate launch and wrappers of mpirun set torch's names beside what is there."""
+def test_torchs_names_take_precedence_over_those_of_mpirun():
+    """accelerate launch and wrappers of mpirun add torch's names."""
     found = read_launch_environment({**OPEN_MPI, **TORCHRUN})
     assert found is not None
     assert found.launcher is Launcher.TORCHRUN
 
 
-def test_our_own_variables_come_before_those_around_them():
+def test_our_own_variables_take_precedence():
     ours = LaunchEnvironment(Launcher.FULLSHARD, 1, 2, 1, 2, launch_dir=Path("/s"), run_id="x")
     around = {"FULLSHARD_CONFIG_FILE": "a.yaml", "FULLSHARD_TIMEOUT": "1"}
     found = read_launch_environment({**SRUN, **TORCHRUN, **around, **ours.to_variables()})
@@ -132,7 +132,7 @@ sizes = st.integers(1, 64).flatmap(
 
 
 @given(sizes, st.none() | st.text("abc/._ ", min_size=1))
-def test_what_is_written_for_a_child_is_what_it_reads(size, run_id):
+def test_a_child_reads_the_variables_written_for_it(size, run_id):
     world_size, local_world_size, local_rank, above = size
     launch = LaunchEnvironment(
         launcher=Launcher.FULLSHARD,
@@ -220,10 +220,10 @@ def test_the_process_reads_its_own_environment(monkeypatch):
     assert current_variables()["RANK"] == "3"
 
 
-def test_caches_lie_where_the_user_has_them(monkeypatch):
+def test_caches_are_in_the_users_cache_folder(monkeypatch):
     assert cache_folder({"XDG_CACHE_HOME": "/caches"}) == Path("/caches/fullshard")
     assert cache_folder({}) == Path.home() / ".cache" / "fullshard"
-    monkeypatch.delenv("HOME")  # a container's user without a name
+    monkeypatch.delenv("HOME")  # a container's user has no name
     monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
     with pytest.raises(NotADirectoryError):
         cache_folder({}).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The configuration of `fullshard train` without arguments, and what importing one costs."""
+"""The configuration of `fullshard train` without arguments, and the cost of importing one."""
 
 from fullshard.config.files import OriginKind
 from fullshard.config.load import load_config
@@ -10,7 +10,7 @@ def test_the_main_job_is_what_the_readme_promises():
     resolved.check_supported()
     config = resolved.config
     assert config.strategy is Strategy.FULL_SHARD
-    assert config.launch.world_size is None  # a rank for each GPU, or two
+    assert config.launch.world_size is None  # one rank per GPU, or two
     assert config.data.path is None  # text that ships with every Python
     assert config.model.config["model_type"] == "llama"
     assert config.model.config["vocab_size"] == 512

@@ -1,4 +1,4 @@
-"""What is in the contract and not built is refused by name, before anything starts."""
+"""Contracted features that are not built are refused by name before a run starts."""
 
 import pytest
 
@@ -65,7 +65,7 @@ def test_a_run_that_is_not_built_is_named(fields, said):
     assert refusal(RunConfig(model="x", **fields)).startswith(f"{said} is not yet supported. ")
 
 
-def test_a_run_without_checkpoints_may_spell_out_how_they_would_be():
+def test_a_run_without_checkpoints_may_set_keys_of_checkpoints():
     training = {"save_strategy": "no", "save_steps": 5, "save_total_limit": 2}
     check_supported(RunConfig(model="x", training=training))
     check_supported(RunConfig(model="x", training={"resume_from_checkpoint": False}))
@@ -141,13 +141,13 @@ def test_the_refusal_of_a_file_has_its_lines(load_file, snapshot):
         ),
     ],
 )
-def test_what_another_recipe_would_read_is_refused(configured, command, fields, said):
+def test_sections_of_other_recipes_are_refused(configured, command, fields, said):
     with pytest.raises(ConfigError) as caught:
         check_command(configured(**fields), Command(command))
     assert str(caught.value).startswith(said)
 
 
-def test_a_recipe_takes_its_own_sections_and_what_happens_anyway(configured):
+def test_a_recipe_accepts_its_own_sections_and_neutral_values(configured):
     check_command(configured(training={"packing": True}), Command.TRAIN)
     check_command(configured(training={"assistant_only_loss": False}), Command.TRAIN)
     check_command(RunConfig(model="x", sft={"packing": True}, lora={"r": 4}), Command.SFT)
@@ -196,23 +196,23 @@ def test_a_recipe_takes_its_own_sections_and_what_happens_anyway(configured):
         ("model.config.vocab_size=9", ""),
     ],
 )
-def test_a_key_without_effect_beside_others_has_a_note(given, idle):
+def test_a_key_made_ineffective_by_others_has_a_note(given, idle):
     model = "model.config.model_type=llama" if "model." in given else "model=MODEL"
     (note,) = load_config(None, [model, *given.split()]).notes or [None]
     assert (note.key if note else "") == idle
     assert not note or (note.status, note.place) == ("lost", "command line")
 
 
-def test_a_key_without_effect_beside_others_is_said_when_a_file_is_run(tmp_path, capsys):
+def test_a_key_made_ineffective_by_others_is_reported_when_a_file_is_run(tmp_path, capsys):
     (tmp_path / "a.yaml").write_text("model: MODEL\ntraining: {optim: sgd}\n")
     load(["training.adam_beta1=0.5"], tmp_path / "a.yaml")
     said = "command line: training.adam_beta1: lost: training.optim decides\n"
     assert capsys.readouterr().out == said
-    load(["training.adam_beta1=0.9"], tmp_path / "a.yaml")  # the default, as in a run's config.yaml
+    load(["training.adam_beta1=0.9"], tmp_path / "a.yaml")  # a default, as in a run's config.yaml
     assert capsys.readouterr().out == ""
 
 
-def test_a_key_that_another_file_overrules_is_said_when_the_files_are_run(tmp_path, capsys):
+def test_a_key_that_another_file_overrules_is_reported_when_the_files_are_run(tmp_path, capsys):
     machines, recipe = tmp_path / "a.yaml", tmp_path / "b.yaml"
     machines.write_text("distributed_type: FSDP\ngradient_accumulation_steps: 4\n")
     recipe.write_text("model: MODEL\ngradient_accumulation_steps: 2\n")

@@ -1,4 +1,4 @@
-"""Every value of a resolved configuration says where it came from."""
+"""Every value of a resolved configuration has an origin."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ def resolve(load_file):
 
 
 def explained(resolved):
-    """The origins that are no defaults, as text."""
+    """Returns the origins that are not defaults, as text."""
     return {
         key: str(origin)
         for key, origin in resolved.origins.items()
@@ -42,7 +42,7 @@ def test_values_of_a_file_have_its_lines(resolve, snapshot):
     assert explained(resolve(FILE)) == snapshot
 
 
-def test_an_origin_is_data(resolve):
+def test_an_origin_is_plain_data(resolve):
     origins = resolve(FILE, "max_steps=5").origins
     assert origins["training.eval_strategy"] == Origin(
         OriginKind.FILE, "train.yaml", 5, "training.evaluation_strategy"
@@ -57,7 +57,7 @@ def test_every_value_has_an_origin(resolve):
     assert set(resolved.origins) == set(flatten(resolved.config.to_dict()))
 
 
-def test_keys_merged_by_yaml_have_the_line_where_they_stand(resolve):
+def test_keys_merged_by_yaml_have_the_line_of_their_definition(resolve):
     text = (
         "teacher:\n  config:\n    model_type: t\n    x: &base\n      seed: 3\n      max_steps: 4\n"
         "model: x\ntraining:\n  <<: *base\n  seed: 5\n"
@@ -80,7 +80,7 @@ words = st.text(letters, min_size=1, max_size=8).filter(
     lambda t: t.strip() and t != "???" and "\0" not in t
 )
 scalars = st.none() | st.booleans() | st.integers() | words | st.floats(allow_nan=False)
-# A key with a dot is two keys to every tool that writes dotted keys, and to us.
+# Every tool with dotted keys, including ours, reads a key with a dot as two keys.
 keys = st.text("abcno_019:# -", min_size=1, max_size=4)
 values = st.recursive(
     scalars,
@@ -103,7 +103,7 @@ def test_any_configuration_survives_being_written(tmp_path_factory, output_dir, 
     assert load_config(path).config == config
 
 
-def test_a_later_error_gets_the_place_of_its_key(resolve):
+def test_a_later_error_shows_the_place_of_its_key(resolve):
     resolved = resolve(FILE, "vocab_size=5")
 
     def located(text, cls=ConfigError):
@@ -122,7 +122,7 @@ def test_a_later_error_gets_the_place_of_its_key(resolve):
     assert located("nothing of a file", CheckpointError) == "nothing of a file"
 
 
-def test_values_of_a_file_are_read_as_people_mean_them(resolve):
+def test_values_of_a_file_are_read_as_intended(resolve):
     training = resolve(
         "model: x\ntraining: {evaluation_strategy: no, learning_rate: 1e-4, max_steps: '1e2',"
         " lr_scheduler_type: constant-with-warmup}\n"

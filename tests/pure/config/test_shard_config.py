@@ -1,4 +1,4 @@
-"""ShardConfig: defaults of the contract, frozen, merged, checked."""
+"""ShardConfig: contracted defaults, immutability, merging, validation."""
 
 import json
 
@@ -92,7 +92,7 @@ def test_names_may_be_one_text_or_a_list():
     assert config.fp32_modules == ("norm",)
 
 
-def test_a_callable_is_named_in_the_record_and_not_taken_for_a_class_when_read_back():
+def test_a_callable_is_recorded_by_name_and_not_read_back_as_a_class():
     record = ShardConfig(wrap=json.dumps).to_dict()
     assert record["wrap"] == "<callable json.dumps>"
     with pytest.raises(ConfigError, match=r"^wrap: "):
@@ -129,7 +129,7 @@ def test_a_record_reads_back_as_the_same_configuration(fields):
 
 
 @given(st.one_of(st.integers(), st.floats(), st.text(), st.booleans(), st.none()))
-def test_whatever_stands_in_a_number_is_read_as_that_number_or_refused(value):
+def test_values_of_numbers_are_read_exactly_or_refused(value):
     try:
         number = float(value)
         is_count = not isinstance(value, bool) and 1 <= number < 2**63 and number == int(number)

@@ -1,4 +1,4 @@
-"""Every word that other tools write for a choice is understood, and no other."""
+"""Every spelling of other tools is understood, and no other."""
 
 import pytest
 
@@ -48,7 +48,7 @@ def test_dtypes_have_short_and_torch_names(member, written):
     assert [parse(DType, word, "dtype") for word in written] == [member] * len(written)
 
 
-def test_objects_of_torch_are_words_by_how_they_print():
+def test_objects_of_torch_are_read_by_their_printed_name():
     torch = pytest.importorskip("torch")
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     config = ShardConfig(
@@ -135,12 +135,12 @@ def test_activation_checkpointing_refuses_other_words(written):
         ShardConfig(activation_checkpointing=written)
 
 
-def test_a_flag_that_yaml_made_of_no_is_the_word():
+def test_no_that_yaml_reads_as_false_is_the_word():
     assert parse(IntervalStrategy, False, "") is IntervalStrategy.NO
 
 
 @pytest.mark.parametrize("value", [True, None, 0, 6, 0.3, 2.0, "", "x.y", [1], {"full": 1}])
-def test_what_means_no_strategy_is_refused(value):
+def test_values_that_mean_no_strategy_are_refused(value):
     with pytest.raises(ConfigError, match=r"^a.b: expected one of full_shard, "):
         parse(Strategy, value, "a.b")
 
@@ -167,5 +167,5 @@ def test_every_spelling_means_one_member():
         ("", ["a"], None),
     ],
 )
-def test_nearest_finds_what_was_most_likely_meant(word, choices, near):
+def test_nearest_finds_the_most_likely_name(word, choices, near):
     assert nearest(word, choices) == near

@@ -1,4 +1,4 @@
-"""`training` understands the names of Hugging Face, three generations of them."""
+"""`training` accepts Hugging Face's names of three generations."""
 
 import dataclasses
 
@@ -60,9 +60,9 @@ def test_defaults_are_those_of_the_installed_transformers():
     transformers = pytest.importorskip("transformers")
     theirs = transformers.TrainingArguments.__dataclass_fields__
     ours = TrainingConfig()
-    # Left out means something of its own here; the docs of each field say what.
+    # An omitted value has another meaning here; the docs of each field define it.
     undecided = {"output_dir", "eval_strategy", "save_strategy", "save_steps", "bf16", "fp16"}
-    undecided |= {"report_to", "project"}  # "none" is no tracker; a name of our own
+    undecided |= {"report_to", "project"}  # "none" means no tracker; the other is our own name
     shared = [n for n in TrainingConfig.field_names() if n in theirs and n not in undecided]
     assert len(shared) > 15
     assert {n: getattr(ours, n) for n in shared} == {n: theirs[n].default for n in shared}
@@ -76,7 +76,7 @@ def test_no_name_is_both_a_field_and_in_the_table():
 def test_a_file_of_hugging_face_habits_is_read(configured):
     config = configured(
         training={
-            "evaluation_strategy": False,  # `no` to YAML
+            "evaluation_strategy": False,  # `no` in YAML
             "save_strategy": "no",
             "learning_rate": "5e-5",
             "max_length": "1e3",
@@ -103,8 +103,8 @@ def test_a_file_of_hugging_face_habits_is_read(configured):
     assert training.logging_steps == 10
 
 
-# Of names that are not built yet: values beside the defaults of the installed transformers that ask
-# for what happens anyway.
+# Names that are not built yet: values, besides the defaults of the installed transformers, that ask
+# for the behaviour of a run without them.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "activation_offloading": (False,),
     "adafactor": (False,),
@@ -166,7 +166,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 
 def test_every_name_that_is_not_built_yet_says_so(configured):
     for name, neutral in NEUTRAL.items():
-        if not name.startswith("fsdp"):  # these have a table
+        if not name.startswith("fsdp"):  # these names are in a table
             refusal = rf"training\.{name}: 'so be it' is not yet supported\. \w"
             with pytest.raises(ConfigError, match=refusal):
                 configured(training={name: "so be it"})
@@ -174,7 +174,7 @@ def test_every_name_that_is_not_built_yet_says_so(configured):
             assert configured(training={name: value}).training == TrainingConfig(), (name, value)
 
 
-def test_zero_and_false_are_different_neutral_values(configured):
+def test_zero_and_false_are_distinct_neutral_values(configured):
     with pytest.raises(ConfigError, match=r"training.eval_delay: false is not yet"):
         configured(training={"eval_delay": False})
     with pytest.raises(ConfigError, match=r"training.label_smoothing_factor: 0.1 is not yet"):
@@ -196,7 +196,7 @@ def test_bf16_that_contradicts_the_dtype_is_an_error(configured, bf16, dtype):
         configured(training={"bf16": bf16}, sharding={"param_dtype": dtype})
 
 
-def test_bf16_false_says_nothing_about_float32(configured):
+def test_bf16_false_does_not_mean_float32(configured):
     config = configured(training={"bf16": False}, sharding={"param_dtype": "fp32"})
     assert config.sharding.param_dtype is DType.FLOAT32
     assert configured(training={"bf16": False}).sharding.param_dtype is None
@@ -211,7 +211,7 @@ def test_both_names_of_recompute_are_that_of_the_sharding(configured, name):
         configured(training={name: True}, sharding={"activation_checkpointing": "none"})
 
 
-def test_keys_of_other_sections_get_there(configured):
+def test_keys_of_other_sections_are_moved_there(configured):
     training = {"ddp_timeout": 5, "dataset_text_field": "story"}
     config = configured(strategy="ddp", training=training)
     assert config.launch.timeout == 5
@@ -220,7 +220,7 @@ def test_keys_of_other_sections_get_there(configured):
     assert config.strategy.value == "no_shard"
 
 
-def test_an_alias_beside_its_name_has_to_agree():
+def test_an_alias_must_agree_with_its_name():
     assert TrainingConfig(max_length=8, max_seq_length=8).max_seq_length == 8
     with pytest.raises(
         ConfigError, match=r"^max_length: expected the value of its alias max_seq_len"
@@ -228,7 +228,7 @@ def test_an_alias_beside_its_name_has_to_agree():
         TrainingConfig(max_length=8, max_seq_length=9)
 
 
-def test_evaluation_happens_where_steps_are_given_and_not_refused():
+def test_evaluation_is_on_if_its_steps_are_given_and_it_is_not_off():
     assert TrainingConfig().evaluates is IntervalStrategy.NO
     assert TrainingConfig(eval_steps=5).evaluates is IntervalStrategy.STEPS
     assert TrainingConfig(eval_steps=5, eval_strategy="no").evaluates is IntervalStrategy.NO
@@ -236,7 +236,7 @@ def test_evaluation_happens_where_steps_are_given_and_not_refused():
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "x", None, True, float("nan")])
-def test_steps_are_whole_or_a_share(value):
+def test_steps_are_a_number_or_a_share(value):
     with pytest.raises(ConfigError, match=r"^logging_steps: expected an integer >= 1, or a share"):
         TrainingConfig(logging_steps=value)
 

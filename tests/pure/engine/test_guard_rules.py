@@ -1,4 +1,4 @@
-"""The guard's lists: what is on none of them is refused."""
+"""The guard's lists: a function on none of them is refused."""
 
 import pytest
 import torch
@@ -16,21 +16,21 @@ NUMBERS = ["sum", "mean", "max", "min", "amax", "amin", "std", "var", "any", "al
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_numbers_of_the_whole_tensor_are_joined_and_never_made_of_a_part(name):
-    """Never elementwise or plain, whose results would be this rank's alone."""
+def test_numbers_of_full_tensors_are_combined_over_ranks(name):
+    """They are never listed as elementwise or plain, which would give this rank's result."""
     for function in (getattr(torch, name), getattr(torch.Tensor, name)):
         assert rule_of(function) == (Rule.NUMBER, name)
 
 
 @pytest.mark.parametrize(("rule", "names"), [(Rule.REFUSED, WHOLE), (Rule.RANDOM, RANDOM)])
-def test_functions_of_the_whole_tensor_and_random_fills_are_refused(rule, names):
+def test_functions_of_full_tensors_and_random_fills_are_refused(rule, names):
     for name in names.split():
         functions = (getattr(place, name, None) for place in (torch, torch.Tensor, nn.functional))
         found = {rule_of(function)[0] for function in functions if function is not None}
         assert found == {rule}, name
 
 
-def test_properties_and_functions_of_one_name_are_told_apart():
+def test_properties_and_functions_of_one_name_are_distinguished():
     assert rule_of(torch.Tensor.grad.__get__) == (Rule.PLAIN, "grad")
     assert rule_of(torch.Tensor.grad.__set__) == (Rule.ASSIGN, "grad=")
     assert rule_of(torch.autograd.grad)[0] is Rule.AUTOGRAD
@@ -43,7 +43,7 @@ def is_same(found, wanted):
     return list(map(id, found)) == list(map(id, wanted))
 
 
-def test_what_is_written_is_told_by_name():
+def test_writing_functions_are_recognized_by_name():
     one, other = torch.zeros(2), torch.ones(2)
     assert is_same(written_by("mul_", (one, other), {}), [one])
     assert is_same(written_by("_foreach_mul_", ([one], [other]), {}), [one])
@@ -54,7 +54,7 @@ def test_what_is_written_is_told_by_name():
     assert "clone" not in ALIASES
 
 
-def test_what_is_written_is_found_where_it_was_given():
+def test_written_arguments_are_found_by_position_or_name():
     one, other, third = torch.zeros(2), torch.ones(2), torch.ones(2)
     for key in ("self", "input", "tensor"):
         assert is_same(written_by("fill_", (), {key: one, "value": other}), [one])
@@ -64,7 +64,7 @@ def test_what_is_written_is_found_where_it_was_given():
     assert is_same(written_by("frexp", (one,), {"out": (other, third)}), [other, third])
 
 
-def test_functions_of_lists_write_their_first_and_fused_ones_the_gradients_that_they_unscale():
+def test_list_functions_write_their_first_list_and_fused_ones_also_gradients():
     params, grads = [torch.zeros(2), torch.zeros(2)], [torch.ones(2), torch.ones(2)]
     scale = torch.ones(())
     assert is_same(written_by("_foreach_mul_", (params, grads), {}), params)
@@ -76,8 +76,8 @@ def test_functions_of_lists_write_their_first_and_fused_ones_the_gradients_that_
     assert is_same(written_by("_fused_sgd_", (params,), named), written)
 
 
-def test_elementwise_functions_give_what_they_give_on_parts():
-    """Every function that the guard passes, tried: f(parts) are the parts of f(whole)."""
+def test_elementwise_functions_give_equal_results_on_parts():
+    """For every function that the guard passes, f(parts) equals the parts of f(whole)."""
     torch.manual_seed(0)
     whole = torch.rand(6, 4, dtype=torch.float64) + 0.5
     tried = set()
@@ -86,7 +86,7 @@ def test_elementwise_functions_give_what_they_give_on_parts():
             wanted = function(whole.clone())
             parts = [function(part.clone()) for part in whole.split(3)]
         except (TypeError, RuntimeError, ValueError):
-            continue  # needs more arguments, or whole numbers
+            continue  # needs more arguments, or integers
         if isinstance(wanted, torch.Tensor) and "empty" not in function.__name__:
             assert wanted.shape == whole.shape, function
             torch.testing.assert_close(
@@ -98,7 +98,7 @@ def test_elementwise_functions_give_what_they_give_on_parts():
 
 
 def _one_tensor_functions():
-    """Overridable functions of torch that the guard lets pass as elementwise."""
+    """Overridable functions of torch that the guard passes as elementwise."""
     seen = set()
     for functions in get_overridable_functions().values():
         for function in functions:
@@ -114,7 +114,7 @@ OLDER = {"names", "has_names"}  # until torch 2.12
 
 
 def test_every_listed_name_is_one_of_torchs():
-    """A misspelled name would be a rule for nothing."""
+    """A misspelled name would be a rule without effect."""
     from fullshard.engine import guard
 
     names = {rule_of(function)[1] for function in get_testing_overrides()}

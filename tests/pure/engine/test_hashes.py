@@ -1,4 +1,4 @@
-"""Hashes of weights that ranks compare."""
+"""Hashes of weights, which ranks compare."""
 
 from types import SimpleNamespace
 

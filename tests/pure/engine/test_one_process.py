@@ -1,4 +1,4 @@
-"""A sharded model without other ranks: the degenerate case, and what the environment may say."""
+"""A sharded model in a single process, and the environment variables that it allows."""
 
 import pytest
 import torch
@@ -13,13 +13,13 @@ from support.scripts import Run, differences, train
 
 
 def use_fsdp2(model):
-    """Shards by torch's call, which makes the engine in the first forward."""
+    """Shards with torch's call, which creates the engine in the first forward."""
     fully_shard(model)(torch.ones(2, 3))
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 @pytest.mark.parametrize("dtype", [None, "float64"])
-def test_without_a_process_group_training_is_what_it_was(strategy, dtype):
+def test_training_without_a_process_group_is_unchanged(strategy, dtype):
     alone, sharded = Run(1, None), Run(1, 0)
     whole, model = alone.model(), sharded.model()
     sharded.shard(model, strategy=strategy, param_dtype=dtype)
@@ -29,7 +29,7 @@ def test_without_a_process_group_training_is_what_it_was(strategy, dtype):
     assert not list(differences(fs.full_state_dict(model), whole.state_dict(), 1e-13))
 
 
-def test_alone_every_shard_is_whole_and_keeps_its_shape():
+def test_in_one_process_every_shard_is_full_and_keeps_its_shape():
     model = Run(1, 0).shard(Run(1, 0).model())
     weight = model.blocks[0].mid.weight
     assert weight.shape == (22, 22)
@@ -46,7 +46,7 @@ def test_more_ranks_in_the_environment_than_in_the_group_are_an_error(monkeypatc
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     model = nn.Linear(3, 3)
-    if own:  # of this rank alone
+    if own:  # a group of only this rank
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(ConfigError) as caught:
@@ -93,12 +93,12 @@ def test_one_rank_in_the_environment_needs_no_group(monkeypatch):
         (2, "mesh: expected a DeviceMesh"),
     ],
 )
-def test_a_mesh_that_is_no_mesh_of_the_ranks_is_an_error(mesh, text):
+def test_a_mesh_that_does_not_match_the_ranks_is_an_error(mesh, text):
     with pytest.raises(ConfigError, match=text):
         fs.shard(nn.Linear(3, 3), mesh=mesh)
 
 
-def test_a_model_without_parameters_is_left_to_itself():
+def test_a_model_without_parameters_is_not_changed():
     model = fs.shard(nn.Sequential(nn.ReLU(), nn.Flatten()))
     assert torch.equal(model(torch.tensor([[-1.0, 2.0]])), torch.tensor([[0.0, 2.0]]))
     assert fs.full_state_dict(model) == {}

@@ -1,4 +1,4 @@
-"""The probe tells optimizers that treat elements one by one from those that do not."""
+"""The probe distinguishes elementwise optimizers from others."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ from fullshard.errors import NotElementwiseError
 
 
 class SignDescent(optim.Optimizer):
-    """Somebody's own, elementwise, with an argument that has no default."""
+    """A custom elementwise optimizer with an argument without a default."""
 
     def __init__(self, params, lr, *, momentum):
         super().__init__(params, {"lr": lr, "momentum": momentum})
@@ -26,7 +26,7 @@ class SignDescent(optim.Optimizer):
 
 
 class Normalized(SignDescent):
-    """Divides by the norm of the whole gradient."""
+    """Divides by the norm of the full gradient."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -59,7 +59,7 @@ class FanIn(SignDescent):
 
 
 class Rounded(SignDescent):
-    """Has one scale for each tensor of 4,096 elements or more, as 8-bit optimizers do."""
+    """Uses one scale per tensor of 4,096 elements or more, like 8-bit optimizers."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -70,7 +70,7 @@ class Rounded(SignDescent):
 
 
 class Wrapped(optim.Optimizer):
-    """Cannot be made from its groups alone."""
+    """Cannot be created from its groups alone."""
 
     def __init__(self, inner):
         super().__init__(inner.param_groups, {})
@@ -92,20 +92,20 @@ def made(kind):
     return kind(a_parameter(), lr=0.1, **more)
 
 
-def test_an_optimizer_of_ones_own_passes():
+def test_a_custom_elementwise_optimizer_passes():
     probe(SignDescent, settings_of(SignDescent(a_parameter(), 0.1, momentum=0.9)), LIKE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [Normalized, Late, FanIn, Rounded, optim.Muon, optim.Adafactor])
-def test_an_optimizer_that_treats_shards_otherwise_is_refused(kind, dtype):
+def test_an_optimizer_that_treats_shards_differently_is_refused(kind, dtype):
     with pytest.raises(NotElementwiseError, match=f"^{kind.__name__}: expected an elementwise"):
         probe(kind, settings_of(made(kind)), LIKE.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounding_in_16_bits_passes_and_torchs_fused_sgd_does_not(dtype):
-    """Its kernel for CPUs leaves out updates, but not in what remains of a vector."""
+    """Its CPU kernel skips updates, except in the remainder of a vector."""
     for make in (optim.SGD, optim.ASGD, optim.AdamW, partial(optim.Adagrad, fused=True)):
         optimizer = make(a_parameter(), lr=0.1)
         probe(type(optimizer), settings_of(optimizer), LIKE.to(dtype))
@@ -114,7 +114,7 @@ def test_rounding_in_16_bits_passes_and_torchs_fused_sgd_does_not(dtype):
         probe(optim.SGD, settings_of(fused), LIKE.to(dtype))
 
 
-def test_an_optimizer_that_takes_16_bits_only_is_tried_with_these():
+def test_an_optimizer_for_16_bits_only_is_probed_with_them():
     class Half(SignDescent):
         def step(self, closure=None):
             assert {p.dtype for p in self.param_groups[0]["params"]} == {torch.bfloat16}
@@ -123,13 +123,13 @@ def test_an_optimizer_that_takes_16_bits_only_is_tried_with_these():
     probe(Half, settings_of(Half(a_parameter(), 0.1, momentum=0.9)), LIKE.bfloat16())
 
 
-def test_what_cannot_be_tried_is_refused():
+def test_optimizers_that_cannot_be_probed_are_refused():
     inner = optim.SGD(a_parameter(), lr=0.1)
     with pytest.raises(NotElementwiseError, match="that can be tried on a small tensor"):
         probe(Wrapped, settings_of(Wrapped(inner)), LIKE)
 
 
-def test_the_probe_leaves_random_numbers_alone():
+def test_the_probe_does_not_change_random_numbers():
     torch.manual_seed(3)
     wanted = torch.rand(2)
     torch.manual_seed(3)

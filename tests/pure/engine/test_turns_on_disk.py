@@ -1,4 +1,4 @@
-"""Updates of state on disk in turns: a thread reads the next one, another writes the last one."""
+"""Updates of state on disk in turns: one thread reads the next turn, another writes the last."""
 
 import time
 
@@ -9,11 +9,11 @@ from torch import nn
 from fullshard.engine.disk import PAGE, Disk, Room, put_back, step_in_turns
 
 NUMEL, GRAIN = 8 * PAGE, PAGE
-ONE = 3 * 2 * PAGE + 3 * 4 * GRAIN  # bytes of a turn with one piece: parameter, gradient, momentum
+ONE = 3 * 2 * PAGE + 3 * 4 * GRAIN  # bytes of a turn: parameter, gradient, momentum
 
 
 class Momentum(torch.optim.SGD):
-    """Notes how many writes are under way in each step; fails in a turn of this number."""
+    """Records the number of writes in progress in each step; fails in a given turn."""
 
     fails = 99
 
@@ -31,7 +31,7 @@ class Momentum(torch.optim.SGD):
 
 @pytest.fixture
 def writing(monkeypatch):
-    """The writes that are under way; each is slow."""
+    """Yields the writes in progress, each of which is slow."""
     under_way, write = [], Room.write
 
     def slow(*args):
@@ -56,7 +56,7 @@ def update(optimizer, disk):
     put_back(pairs)
 
 
-def test_a_turn_is_read_once_the_last_one_in_its_room_is_written(tmp_path, writing):
+def test_a_turn_is_read_after_its_buffer_is_written(tmp_path, writing):
     disk = Disk(str(tmp_path))
     param = on_disk(disk, NUMEL)
     optimizer = Momentum([param], writing)
@@ -66,8 +66,8 @@ def test_a_turn_is_read_once_the_last_one_in_its_room_is_written(tmp_path, writi
     assert torch.allclose(param.detach(), -1.45 * torch.arange(NUMEL))
 
 
-def test_an_optimizer_uses_mappings_while_nothing_is_written(tmp_path, writing):
-    """As it does where it makes the states of a parameter, and after an error."""
+def test_an_optimizer_uses_mappings_only_between_writes(tmp_path, writing):
+    """It uses them when it creates a parameter's states, and after an error."""
     disk = Disk(str(tmp_path))
     old, new = on_disk(disk, NUMEL), on_disk(disk, PAGE // 2)
     optimizer = Momentum([old], writing)

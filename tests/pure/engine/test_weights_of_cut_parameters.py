@@ -1,4 +1,4 @@
-"""A rank reads its elements of a parameter that another axis cuts: of a range, or of the whole."""
+"""A rank reads its elements of a parameter that another axis shards: of a range, or of all."""
 
 import json
 import os
@@ -49,8 +49,8 @@ def test_elements_are_those_of_the_local_tensor(tmp_path, kind, rank):
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_folder_that_is_written_again_while_it_is_read_says_so(tmp_path, parts):
-    """A run that ends replaces its model, from which another run may be reading its weights."""
+def test_a_folder_rewritten_while_it_is_read_is_an_error(tmp_path, parts):
+    """A finished run replaces its model while another run may read its weights."""
 
     def write(value):
         names = ["a", "b"]
@@ -58,7 +58,7 @@ def test_a_folder_that_is_written_again_while_it_is_read_says_so(tmp_path, parts
             file = f"part-{number}.safetensors" if parts > 1 else "model.safetensors"
             own = names[number::parts]
             save_file({n: torch.full((8, 6), value) for n in own}, tmp_path / f"{file}.new")
-            os.utime(tmp_path / f"{file}.new", (value, value))  # the clock of files is coarse
+            os.utime(tmp_path / f"{file}.new", (value, value))  # timestamps of files are coarse
             (tmp_path / f"{file}.new").replace(tmp_path / file)
         where = {name: f"part-{names.index(name)}.safetensors" for name in names}
         if parts > 1:

@@ -1,4 +1,4 @@
-"""Which error means which exit code, and which of several failures came first."""
+"""The exit code of each error, and the first of several failures."""
 
 import errno
 import fcntl
@@ -51,7 +51,7 @@ class DistStoreError(RuntimeError):
         (KeyboardInterrupt(), 130),
         (SystemExit(), 0),
         (SystemExit(9), 9),
-        (SystemExit(-1), 255),  # a process has eight bits for its exit code
+        (SystemExit(-1), 255),  # a process's exit code has eight bits
         (SystemExit(256), 0),
         (SystemExit(2**64 + 3), 3),
         (SystemExit("words"), 1),
@@ -71,7 +71,7 @@ def test_errors_mean_exit_codes(error, code):
 def test_a_limit_of_processes_is_named(tmp_path, monkeypatch):
     with (tmp_path / "lock").open("w") as mine, (tmp_path / "lock").open() as other:
         fcntl.flock(mine, fcntl.LOCK_EX)
-        taken = partial(fcntl.flock, other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # says EAGAIN
+        taken = partial(fcntl.flock, other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # reports EAGAIN
         monkeypatch.setattr(os, "fork", taken)
         with pytest.raises(BlockingIOError) as lock:
             taken()
@@ -80,11 +80,11 @@ def test_a_limit_of_processes_is_named(tmp_path, monkeypatch):
     assert as_ours(lock.value) is lock.value
     for error in (fork.value, *map(RuntimeError, ("can't start new thread", str(fork.value)))):
         assert str(as_ours(error)).startswith("ulimit -u: expected to start another process or t")
-    assert "os.fork()" in RankFailure.of(fork.value, 0).text  # the user's line
+    assert "os.fork()" in RankFailure.of(fork.value, 0).text  # the line of the user's code
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_whatever_allows_no_more_bytes_is_a_disk_without_room(number):
+def test_every_limit_on_bytes_is_a_full_disk(number):
     assert exit_code_of(as_ours(OSError(number, os.strerror(number), "a.json"))) == 3
 
 
@@ -111,7 +111,7 @@ def test_a_limit_that_stops_all_ranks_is_named(number, flag):
         errors.raise_together(lambda value: [value], 0, fail)
 
 
-def test_problems_of_one_rank_are_the_same_on_the_others():
+def test_problems_of_one_rank_are_equal_on_the_others():
     error, sent = ConfigProblems([Problem("a", "", "no"), Problem("b", "", "no")]), []
 
     def fail():
@@ -162,7 +162,7 @@ def test_a_limit_on_data_is_named():
     resource.setrlimit(resource.RLIMIT_DATA, (1 << 40, before[1]))
     try:
         assert str(as_ours(MemoryError())).startswith("ulimit -d: expected to map more memory")
-        said = str(as_ours(RuntimeError("can't start new thread")))  # its stack counts as data
+        said = str(as_ours(RuntimeError("can't start new thread")))  # the stack counts as data
         assert said.startswith("ulimit -u or -d: expected to start another")
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
@@ -195,7 +195,7 @@ def test_a_limit_on_files_is_not_called_a_full_disk():
 
 
 @pytest.mark.parametrize("place", ["file", "link", "x" * 300])
-def test_a_place_where_no_folder_can_be_is_no_error_of_ours(tmp_path, place):
+def test_an_impossible_folder_is_an_error_of_the_user(tmp_path, place):
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
     with pytest.raises(OSError, match=place) as caught:
@@ -231,11 +231,11 @@ def test_a_file_system_that_fails_is_named_and_the_run_may_be_restarted(number):
     error = as_ours(OSError(number, os.strerror(number), "runs/a/data/tokens.json"))
     assert str(error).startswith("'runs/a/data/tokens.json': expected a file system that works")
     assert exit_code_of(error) == ExitCode.UNEXPECTED
-    terminal = OSError(number, os.strerror(number), STREAM)  # it was closed
+    terminal = OSError(number, os.strerror(number), STREAM)  # the file was closed
     assert as_ours(terminal) is terminal
 
 
-def test_statuses_are_told_in_words():
+def test_statuses_are_described_in_words():
     assert describe_status(3) == "ended with exit code 3"
     assert describe_status(-9) == "was killed by SIGKILL"
     assert describe_status(-63) == "was killed by signal 63"
@@ -274,7 +274,7 @@ def test_a_lost_peer_is_a_consequence_even_if_it_was_noticed_first(message):
     assert first_cause([lost, cause]) is cause
 
 
-def test_a_failure_survives_its_file(tmp_path):
+def test_a_failure_survives_a_round_trip_through_its_file(tmp_path):
     try:
         raise ValueError("no")
     except ValueError as error:
@@ -300,7 +300,7 @@ def test_a_failure_survives_its_file(tmp_path):
         ([b"split \x1b[3", b"2mcode\n"], b"split code\n"),
     ],
 )
-def test_logs_keep_what_a_reader_saw_last(chunks, text):
+def test_logs_keep_the_last_version_of_a_line(chunks, text):
     cleaner = LineCleaner()
     assert b"".join([cleaner.feed(chunk) for chunk in chunks]) + cleaner.finish() == text
 

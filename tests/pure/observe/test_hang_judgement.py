@@ -1,4 +1,4 @@
-"""Who is to blame when ranks stand still, judged from what they say of themselves."""
+"""Finds the rank to blame for a hang from the reports of all ranks."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,7 @@ def waiting(rank, doing, issued, number, *, kind="gather", step=1):
     )
 
 
-def test_ranks_that_move_are_left_alone():
+def test_ranks_that_make_progress_are_not_blamed():
     here = seen(Position(0, since_s=0.1, limited=True), Position(1, since_s=9000.0))
     assert judge(here, 600.0) is None  # user code between steps may take long
 
@@ -60,12 +60,12 @@ def test_a_rank_that_stopped_before_its_first_message_is_named():
     assert verdict.rank == 1
     told = "rank 1 is silent for 60 s, stopped or in C code (last seen in start); rank 0 waits in"
     assert f"but {told} gather of a" in str(verdict)
-    assert judge(seen(replace(waits, limited=False)), 60.0, 2) is None  # nobody waits for it
+    assert judge(seen(replace(waits, limited=False)), 60.0, 2) is None  # no rank waits for it
 
 
-def test_a_dead_rank_is_named_unless_it_has_just_died():
+def test_a_dead_rank_is_named_after_a_short_delay():
     waits, dead = waiting(0, "gather of a", ["a"], 0), Position(1, gone=True)
-    assert judge(seen(waits, dead), 600.0) is None  # its error may be on the way
+    assert judge(seen(waits, dead), 600.0) is None  # its error may still arrive
     assert judge(seen(waits, dead), 600.0, lost_s=0.0).rank == 1
     assert judge(seen(waits, replace(dead, silent_s=2.0)), 600.0).rank == 1
     assert judge(seen(replace(waits, failed=True), dead), 600.0).rank == 1
@@ -86,14 +86,14 @@ def test_after_a_failed_collective_a_machine_that_does_not_answer_is_named():
         assert found is None or "no longer responds" not in str(found)
 
 
-def test_a_rank_that_left_in_order_is_not_dead():
+def test_a_rank_that_exited_cleanly_is_not_dead():
     left = Position(1, ended=True, gone=True)
     assert judge(seen(Position(0), left), 600.0) is None
     verdict = judge(seen(Position(0, failed=True), left), 600.0)
     assert "rank 1 has ended (step 0) while rank 0 waits in start" in str(verdict)
 
 
-def test_a_rank_that_left_while_others_wait_is_named():
+def test_a_rank_that_exited_while_others_wait_is_named():
     left = Position(1, step=3, ended=True)
     verdict = judge(seen(waiting(0, "gather of a", ["a"], 0, step=4), left), 600.0)
     assert verdict.rank == 1
@@ -111,7 +111,7 @@ def test_the_first_collective_that_differs_is_named_and_the_majority_is_right():
 
 
 def test_a_slow_wait_is_no_disagreement():
-    """Rank 1 has sent what rank 0 waits for: the bytes may be on their way."""
+    """Rank 1 has sent the message that rank 0 waits for; it may still be in flight."""
     slow = waiting(0, "gather of a", ["a", "b"], 0)
     ahead = waiting(1, "gather of b", ["a", "b"], 1)
     assert judge(seen(slow, ahead), 600.0) is None
@@ -127,7 +127,7 @@ def test_ranks_that_wait_for_each_other_are_named_before_the_timeout():
     assert judge(seen(young, gathers), 600.0) is None
 
 
-def test_streams_hold_what_travels_and_count_what_was_dropped():
+def test_streams_keep_messages_in_flight_and_count_dropped_ones():
     local = [(Event(GATHER, 3, 0), 0)]
     ring = [*entries((GATHER, 1), (REDUCE, 2)), *local, *entries((GATHER, 2))]
     assert streams(ring, TITLES, 0, 0) == {"0/0/gather": [0, "a", "b"], "0/0/reduce": [0, "b"]}
@@ -135,13 +135,13 @@ def test_streams_hold_what_travels_and_count_what_was_dropped():
     assert streams(many, TITLES, 0, 0)["0/0/gather"][0] == 44
 
 
-def test_what_is_awaited_is_the_last_gather_of_the_unit():
+def test_the_awaited_message_is_the_last_gather_of_the_unit():
     ring = entries((GATHER, 1), (GATHER, 2), (GATHER, 1), (GATHER, 3))
     found = awaited((Event(EventKind.BACKWARD, 1), 0), ring, TITLES, 0)
     assert (found["doing"], found["number"]) == ("gather of a", 2)
 
 
-def test_a_hang_is_told_though_its_report_cannot_be_written():
+def test_a_hang_is_reported_even_if_its_file_cannot_be_written():
     dog, told = watchdog.Watchdog(read_launch_environment(RANK_0), 1.0, Path("/dev/full")), []
     watchdog.on_hang(told.append)
     dog.write(blamed(0, "rank 0 is stuck"), {0: "its stacks"}, {})

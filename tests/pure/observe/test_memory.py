@@ -1,4 +1,4 @@
-"""The memory of a process is what no limit of a container can take back, shared pages in parts."""
+"""The memory of a process: pages that a container cannot reclaim; shared pages count in part."""
 
 import mmap
 import os

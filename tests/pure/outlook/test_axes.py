@@ -1,4 +1,4 @@
-"""Forecasts with a tensor or expert axis: what moves, what is computed, what is kept."""
+"""Forecasts with a tensor or expert axis: communication, compute, memory."""
 
 from dataclasses import replace
 
@@ -11,12 +11,12 @@ from fullshard.outlook.speed import step_times, traffic
 from fullshard.outlook.workload import Parallelism, Stage, Workload
 from support.rows import LLAMA_8B
 
-EXPERTS = 0.75  # of the parameters
+EXPERTS = 0.75  # share of the parameters
 
 
 @pytest.fixture
 def run() -> Workload:
-    """8 ranks of a host that share one copy of a mixture of experts."""
+    """8 ranks of a host that share one replica of a mixture of experts."""
     found = read_workload({name: str(value) for name, value in LLAMA_8B.items()})
     model = replace(found.model, expert_params=EXPERTS * found.model.num_params, chosen=2)
     return replace(found, model=model, mesh=Parallelism(8))
@@ -38,14 +38,14 @@ def test_without_sharding_each_expert_is_summed_over_its_copies(run):
     assert 0 < traffic(spread)[3] < traffic(wide)[3]
 
 
-def test_tokens_travel_to_their_experts_and_more_of_them_take_longer(run):
+def test_sending_more_tokens_to_experts_takes_longer(run):
     spread = on(run, shard=8, expert=8)
     more = replace(spread, model=replace(spread.model, chosen=4))
     assert step_times(spread).exposed > 0
     assert step_times(more).step > step_times(spread).step
 
 
-def test_a_tensor_axis_divides_matmuls_and_leaves_norms_and_the_head_whole(run):
+def test_a_tensor_axis_divides_matmuls_but_not_norms_or_the_head(run):
     cut = on(run, shard=4, tensor=2)
     assert step_times(cut).work < step_times(run).work
     assert peak_memory(cut).block < peak_memory(run).block
@@ -56,7 +56,7 @@ def test_a_tensor_axis_divides_matmuls_and_leaves_norms_and_the_head_whole(run):
 
 
 def test_sums_over_replicas_hide_behind_backward(run):
-    """As the engine's do; alone they would delay a step by all of their time."""
+    """The engine overlaps them; otherwise they would delay a step by their whole time."""
     one, two = on(run, shard=4), on(run, shard=4, replicate=2)
     across = traffic(two)[2] - traffic(one)[2]
     assert 0 < step_times(two).step - step_times(one).step < 0.5 * across

@@ -1,4 +1,4 @@
-"""What a calibration's tables say between measured sizes, and what its file may hold."""
+"""A calibration's interpolation between measured sizes, and the contents of its file."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from fullshard.outlook.devices import (
 )
 from fullshard.planner.tracing import Operation
 
-LINE = Table((((10,), 1.0), ((1000,), 100.0)))  # 0.1 s an element at both ends
+LINE = Table((((10,), 1.0), ((1000,), 100.0)))  # 0.1 s per element at both ends
 KNEE = Table((((100,), 1.0), ((400,), 1.0), ((1600,), 8.0)))
 
 
@@ -25,7 +25,7 @@ def ceilings(operations=None, transfers=None, host=None):
 
 
 @pytest.mark.parametrize(("size", "seconds"), [(10, 1.0), (100, 10.0), (1000, 100.0)])
-def test_equal_costs_at_two_sizes_hold_between_them(size, seconds):
+def test_equal_costs_at_two_sizes_apply_between_them(size, seconds):
     assert LINE.seconds((size,)) == pytest.approx(seconds)
 
 
@@ -36,25 +36,25 @@ def test_costs_between_sizes_lie_on_a_line_of_logarithms():
     assert KNEE.seconds((800,)) == pytest.approx(800 * (1 / 400 * 1 / 200) ** 0.5)
 
 
-def test_below_the_grid_takes_as_long_as_at_its_edge_and_above_it_grows_in_proportion():
+def test_times_are_constant_below_the_grid_and_proportional_above_it():
     assert KNEE.seconds((3,)) == pytest.approx(1.0)
     assert KNEE.seconds((3200,)) == pytest.approx(16.0)
 
 
 def test_a_grid_of_two_axes_is_interpolated_on_both():
     grid = Table((((1, 1), 1.0), ((1, 4), 4.0), ((4, 1), 16.0), ((4, 4), 64.0)))
-    assert grid.seconds((2, 1)) == pytest.approx(2 * 2.0)  # an element: 1 at 1, 4 at 4
+    assert grid.seconds((2, 1)) == pytest.approx(2 * 2.0)  # cost per element: 1 at 1, 4 at 4
     assert grid.seconds((2, 2)) == pytest.approx(4 * 2.0)
     assert grid.seconds((8, 8)) == pytest.approx(64 * 4.0)
 
 
-def test_a_grid_with_a_hole_is_not_whole():
+def test_a_grid_with_a_gap_is_incomplete():
     assert not Table((((1, 1), 1.0), ((1, 4), 4.0), ((4, 1), 16.0))).is_whole
     assert not Table((((1,), 1.0), ((1,), 2.0))).is_whole
     assert KNEE.is_whole
 
 
-def test_an_operation_takes_its_own_table_else_that_of_its_like():
+def test_an_operation_uses_its_own_table_or_that_of_its_kind():
     own, plain, add = (Table((((1,), seconds),)) for seconds in (1.0, 2.0, 3.0))
     found = ceilings({"copy rows float32": own, "copy float32": plain, "add float32": add})
     assert found.seconds(Operation("copy rows", "float32", (1,))) == 1.0
@@ -65,7 +65,7 @@ def test_an_operation_takes_its_own_table_else_that_of_its_like():
     assert found.seconds(Operation("view", "", ())) == 0.0
 
 
-def test_operations_of_a_batch_take_their_times():
+def test_operations_of_a_batch_are_timed_one_by_one():
     found = ceilings({"add float32": Table((((1,), 2.0),))})
     assert found.seconds(Operation("add", "float32", (1,), times=5)) == 10.0
 
@@ -79,7 +79,7 @@ def written(tmp_path):
     return path
 
 
-def test_what_is_written_is_read(written):
+def test_a_calibration_survives_a_round_trip(written):
     found = read_calibration(written)
     assert found.cores == 2
     assert found.of(3) is None
@@ -129,7 +129,7 @@ def test_a_file_with_a_wrong_value_is_refused_with_its_key(written, keys, value,
     assert "bench calibrate" in str(caught.value)
 
 
-def test_a_file_that_is_none_is_refused(tmp_path):
+def test_a_file_that_is_no_calibration_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="expected a file of fullshard bench calibrate, got"):
         read_calibration(tmp_path / "missing.json")
     (tmp_path / "text.json").write_text("schema_version: 1")

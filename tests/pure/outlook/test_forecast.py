@@ -1,4 +1,4 @@
-"""The forecast reads what tables say, forgets what was measured, and obeys physics."""
+"""The forecast reads tables, ignores measurements, and obeys physics."""
 
 import csv
 import itertools
@@ -41,7 +41,7 @@ def test_answers_source_and_group_change_no_prediction(public):
         assert predict(row) == predict(blank) == predict(noise)
 
 
-def test_what_is_dropped_is_what_was_measured_and_where_it_was_published():
+def test_measurements_and_sources_are_dropped():
     assert set(ANSWERS) < DROPPED
     assert {"source", "group", "row_id", "notes", "status", "reliability"} <= DROPPED
 
@@ -57,7 +57,7 @@ def test_every_public_row_has_finite_ordered_intervals_around_its_predictions(pu
 
 
 @pytest.mark.parametrize("blank", sorted(LLAMA_8B))
-def test_a_missing_column_widens_an_interval_or_is_assumed_but_ends_nothing(blank):
+def test_a_missing_column_widens_an_interval_or_is_assumed(blank):
     row = {key: value for key, value in LLAMA_8B.items() if key != blank}
     found = predict(row)
     assert found["pred_tokens_per_sec_per_gpu"], found["pred_note"]
@@ -67,14 +67,14 @@ def test_a_missing_column_widens_an_interval_or_is_assumed_but_ends_nothing(blan
     "column", ["params_b", "seq_len", "gpus", "nodes", "micro_batch_per_gpu", "vocab"]
 )
 @pytest.mark.parametrize("odd", ["many", "-3", "0", "nan", "inf"])
-def test_a_number_that_is_none_is_said_in_its_row(column, odd):
+def test_a_malformed_number_is_reported_in_its_row(column, odd):
     found = predict({**LLAMA_8B, column: odd})
     assert not found["pred_tokens_per_sec_per_gpu"]
     assert f"{column}: expected a positive number" in found["pred_note"]
     assert repr(odd) in found["pred_note"]
 
 
-def test_what_nobody_knows_gets_a_guess_and_a_wide_interval():
+def test_unknown_hardware_gets_a_guess_and_a_wide_interval():
     def width(**changes):
         found = predict({**LLAMA_8B, **changes})
         ends = [float(found[f"pred_tokens_per_sec_per_gpu{end}"]) for end in ("_lo", "_hi")]
@@ -95,7 +95,7 @@ def test_what_nobody_knows_gets_a_guess_and_a_wide_interval():
         ("ZeRO-1 within node (shard 8)", 64, (8, 8, 1, 1, 1)),
         ("DDP (ZeRO-0)", 16, (1, 16, 1, 1, 1)),
         ("PyTorch/XLA SPMD FSDP x TP (mesh 32x4)", 128, (32, 1, 4, 1, 1)),
-        ("FSDP2=7", 64, (64, 1, 1, 1, 1)),  # does not divide
+        ("FSDP2=7", 64, (64, 1, 1, 1, 1)),  # does not divide evenly
     ],
 )
 def test_prose_of_a_strategy_becomes_a_mesh_of_all_ranks(strategy, gpus, mesh):
@@ -135,7 +135,7 @@ def test_prose_of_a_fabric_becomes_bytes_a_second_and_device(text, gigabytes):
     assert read_workload({**LLAMA_8B, "interconnect": text}).fabric == gigabytes * 1e9
 
 
-def test_more_of_what_costs_time_never_makes_a_step_faster():
+def test_more_work_never_makes_a_step_faster():
     assert speed(activation_checkpointing="none") > speed(activation_checkpointing="selective")
     assert speed(activation_checkpointing="selective") > speed()
     assert speed(torch_compile="yes") > speed()
@@ -145,8 +145,8 @@ def test_more_of_what_costs_time_never_makes_a_step_faster():
     assert speed(precision="bf16/fp32/fp8") > speed()
 
 
-def test_a_table_of_positions_makes_no_heads_wider():
-    """MPT-125m has 12 heads of 64 at any length: its parameters grow with the table alone."""
+def test_a_position_table_makes_heads_no_wider():
+    """MPT-125m has 12 heads of 64 at any length; only its position table grows."""
     mpt = {"n_layers": "12", "d_model": "768", "n_heads": "12", "n_kv_heads": "12", "d_ff": "3072"}
     for length in (2048, 65536):
         size = str((12 * 12 * 768**2 + (50368 + length) * 768) / 1e9)
@@ -169,7 +169,7 @@ def test_waiting_for_the_slowest_rank_grows_slower_than_their_number():
     assert waits(512) == pytest.approx(waits(8) * 3)
 
 
-def test_matmuls_that_are_cut_hide_half_of_their_traffic():
+def test_divided_matmuls_hide_half_of_their_communication():
     alone = {**LLAMA_8B, "gpus": "8", "nodes": "1"}
     plain, cut = (
         step_times(read_workload({**alone, "strategy": f"FSDP2=1 x TP=8{more}"}))
@@ -188,7 +188,7 @@ def test_a_pipelines_bubble_shrinks_with_the_micro_batches_of_a_step():
     assert share(32) == pytest.approx(7 / 32)
 
 
-def test_more_of_what_takes_memory_never_takes_less():
+def test_larger_settings_never_need_less_memory():
     assert memory(activation_checkpointing="none") > memory()
     assert memory(gpus=8, nodes=1) > memory()
     assert memory(micro_batch_per_gpu=2) > memory()
@@ -235,7 +235,7 @@ def test_public_rows_are_predicted_as_well_as_the_results_say(public):
 
 
 def test_utilization_is_counted_as_palm_counts_it():
-    """PaLM 540B: 238.3 thousand tokens a second on 6,144 TPU v4 are 46.2 % (its table 3)."""
+    """PaLM 540B: 238.3 thousand tokens per second on 6,144 TPU v4 are 46.2 % (its table 3)."""
     head = 256_000 * 18_432
     palm = Architecture(
         num_params=540.35e9,

@@ -1,4 +1,4 @@
-"""The forecast's constants come from the fit; who scores it sees no answer and splits no group."""
+"""The forecast's constants come from the fit; scores see no answer and split no group."""
 
 import importlib
 
@@ -41,7 +41,7 @@ def test_a_group_is_left_out_whole(fitting, what):
     assert len(parts) == len({one.group for one in found})
 
 
-def test_what_boosted_trees_learn_from_holds_no_answer(fitting, baselines):
+def test_features_of_boosted_trees_contain_no_answer(fitting, baselines):
     for row in fitting.read_rows()[::40]:
         blank = {key: "" if key in DROPPED else value for key, value in row.items()}
         whole, stripped = (

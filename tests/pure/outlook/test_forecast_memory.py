@@ -1,4 +1,4 @@
-"""What the forecast says of memory follows from what frameworks are known to hold."""
+"""The forecast of memory follows the known memory use of frameworks."""
 
 import csv
 from statistics import median
@@ -21,7 +21,7 @@ def held(**changes):
 
 
 def test_kept_tensors_are_those_of_a_block_without_recompute():
-    """Two norms of four widths, attention of four, four of the mlp; a compiler leaves fewer."""
+    """Two norms of four widths, attention of four, four of the mlp; a compiler saves fewer."""
     token = 2 * LAYERS * TOKENS
     eager = held(activation_checkpointing="none")
     assert eager.kept == pytest.approx(token * (12 * WIDTH + 4 * MLP))
@@ -42,14 +42,14 @@ def test_recompute_of_blocks_keeps_their_inputs():
     assert amp.kept == pytest.approx(2 * held().kept)  # the residual stream stays float32
 
 
-def test_ranks_that_share_a_sample_cut_state_like_others():
+def test_ranks_that_share_a_sample_shard_state_like_others():
     apart, together = held(), held(strategy="FSDP2=4 x CP=2")
     for part in ("weights", "optimizer", "gradients"):
         assert getattr(together, part) == pytest.approx(getattr(apart, part))
     assert together.kept == pytest.approx(apart.kept / 2)
 
 
-def test_a_pipeline_holds_its_stage_whole_and_reduces_gradients_once():
+def test_a_pipeline_stores_its_full_stage_and_reduces_gradients_once():
     alone = held(strategy="FSDP2=4 x TP=2", gpus="8")
     staged = held(strategy="FSDP2=4 x PP=2", gpus="8")
     half = 8.03e9 / 2
@@ -57,7 +57,7 @@ def test_a_pipeline_holds_its_stage_whole_and_reduces_gradients_once():
     assert staged.gradients == pytest.approx(alone.gradients + 4 * half)
 
 
-def test_whole_gradients_are_there_at_the_loss_and_slices_only_if_they_accumulate():
+def test_full_gradients_exist_at_the_loss_but_slices_only_if_accumulated():
     shape = {"activation_checkpointing": "none", "gpu_model": "B300", "micro_batch_per_gpu": "4"}
     accumulated = {**shape, "grad_accum": "4"}
     whole = held(strategy="DDP", **shape)
@@ -66,7 +66,7 @@ def test_whole_gradients_are_there_at_the_loss_and_slices_only_if_they_accumulat
     assert held(**accumulated).active == pytest.approx(cut.active + cut.gradients)
 
 
-def test_a_model_that_is_gathered_to_be_saved_is_counted_where_the_counter_runs_on():
+def test_a_model_gathered_for_a_save_counts_if_the_counter_keeps_running():
     lora = {"strategy": "FSDP1 FULL_SHARD LoRA", "mem_metric": "max allocated"}
     saved = held(**lora)
     assert saved.active == pytest.approx(
@@ -76,7 +76,7 @@ def test_a_model_that_is_gathered_to_be_saved_is_counted_where_the_counter_runs_
     assert held(**{**lora, "strategy": "FSDP2 LoRA"}).active < 4 * 8.03e9
 
 
-def test_a_compiled_loss_holds_less_and_a_cut_one_is_not_compiled():
+def test_a_compiled_loss_needs_less_and_a_divided_one_is_not_compiled():
     size = VOCAB * TOKENS
     assert held().logits == pytest.approx(FITTED.logits_held * size)
     head_gradient = 2 * VOCAB * WIDTH
@@ -86,7 +86,7 @@ def test_a_compiled_loss_holds_less_and_a_cut_one_is_not_compiled():
     assert cut.logits == pytest.approx(FITTED.logits_held * size / 2)
 
 
-def test_a_head_that_is_the_embedding_is_held_once():
+def test_a_tied_head_is_counted_once():
     shape = {"n_layers": "28", "d_model": "3072", "n_heads": "24", "d_ff": "8192"}
     tied = read_workload({**LLAMA_8B, **shape, "params_b": "3.213"}).model
     untied = read_workload({**LLAMA_8B, **shape, "params_b": "3.607"}).model
@@ -94,7 +94,7 @@ def test_a_head_that_is_the_embedding_is_held_once():
     assert untied.end_params == pytest.approx(2 * VOCAB * 3072)
 
 
-def test_the_allocator_holds_what_is_active_and_no_more_than_the_device_has():
+def test_the_allocator_reserves_active_bytes_up_to_the_device_memory():
     with DATA.open(encoding="utf-8", newline="") as file:
         runs = [read_workload(row) for row in csv.DictReader(file)]
     for run in runs:
@@ -104,7 +104,7 @@ def test_the_allocator_holds_what_is_active_and_no_more_than_the_device_has():
         assert found.of(Metric.ACTIVE) <= found.of(Metric.UNKNOWN) <= found.of(Metric.RESERVED)
 
 
-def test_published_memory_is_met_as_well_as_the_results_say():
+def test_published_memory_is_predicted_as_well_as_the_results_say():
     misses = []
     with DATA.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):

@@ -1,4 +1,4 @@
-"""How people write down the GPUs of a machine."""
+"""Reads descriptions of a machine's GPUs."""
 
 import pytest
 
@@ -33,12 +33,12 @@ def test_counts_names_and_memory_are_read(text, count, name, gib):
     assert gib[0] * GIB <= found.memory_bytes <= gib[1] * GIB
 
 
-def test_a_number_alone_says_nothing_of_memory():
+def test_a_number_alone_does_not_define_memory():
     assert parse_gpus("8") == Gpus(8, "", None)
 
 
 @pytest.mark.parametrize("text", ["", "0xH100", "0", "8x", "x", "eight H100!", "-1", "8xH100-80TB"])
-def test_what_cannot_be_read_is_refused_with_examples(text):
+def test_an_unreadable_description_is_refused_with_examples(text):
     with pytest.raises(ConfigError, match=r"--gpus: .*such as 8xH100-80GB"):
         parse_gpus(text)
 
@@ -51,7 +51,7 @@ def test_what_cannot_be_read_is_refused_with_examples(text):
         ("4xMI400-432GB", "'MI300X'", "4x432GB"),
     ],
 )
-def test_an_unknown_gpu_is_refused_with_the_nearest_and_the_way_out(text, nearest, way_out):
+def test_an_unknown_gpu_is_refused_with_the_nearest_and_the_remedy(text, nearest, way_out):
     with pytest.raises(ConfigError, match="got unknown GPU") as caught:
         parse_gpus(text)
     suggested = str(caught.value).partition("Did you mean ")[2].partition("?")[0]
@@ -59,14 +59,14 @@ def test_an_unknown_gpu_is_refused_with_the_nearest_and_the_way_out(text, neares
     assert f"give only its memory ({way_out})" in str(caught.value)
 
 
-def test_a_variant_that_does_not_exist_is_refused_with_those_that_do():
+def test_an_unknown_variant_is_refused_with_the_known_ones():
     with pytest.raises(
         ConfigError, match=r"--gpus: expected A100-80GB or A100-40GB, got A100-60GB"
     ):
         parse_gpus("A100-60GB")
 
 
-def test_no_gpu_holds_more_than_its_name_says():
+def test_no_gpu_has_more_memory_than_its_name_says():
     for variants in GPU_MEMORY.values():
         for nominal_gb, memory_bytes in variants.items():
             assert 0.9 * nominal_gb * 1e9 < memory_bytes <= 1.03 * nominal_gb * GIB
@@ -76,10 +76,10 @@ def test_no_gpu_holds_more_than_its_name_says():
     ("needed", "fit"),
     [(0, Fit.FITS), (90, Fit.FITS), (91, Fit.TIGHT), (100, Fit.TIGHT), (101, Fit.NO)],
 )
-def test_a_plan_must_leave_a_tenth_for_holes_and_what_it_misses(needed, fit):
+def test_a_plan_must_leave_a_tenth_for_fragmentation_and_errors(needed, fit):
     assert judge_fit(needed, 100) is fit
     assert f"{needed / 100:.1%}" in fit.sentence(needed, 100)
 
 
-def test_many_times_the_memory_is_said_as_such():
+def test_a_model_many_times_too_large_is_described_as_such():
     assert Fit.NO.sentence(8000, 100) == "does not fit: needs 80.0 times the memory."

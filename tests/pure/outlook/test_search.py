@@ -1,4 +1,4 @@
-"""What is advised fits, is faster, and trains the same model."""
+"""Advice fits, is faster, and trains the same model."""
 
 import functools
 from dataclasses import replace
@@ -77,7 +77,7 @@ def samples(outlook):
     return outlook.job.batch.micro_batch * outlook.job.batch.accumulation
 
 
-def test_what_does_not_fit_is_answered_by_what_does_cheapest_first():
+def test_a_run_that_does_not_fit_gets_fitting_changes_cheapest_first():
     before = current(64)
     assert before.fit is Fit.NO
     advice = advise(before, plan_of)
@@ -88,7 +88,7 @@ def test_what_does_not_fit_is_answered_by_what_does_cheapest_first():
         assert samples(one.outlook) == samples(before)
 
 
-def test_what_fits_is_answered_by_what_is_faster_and_fits():
+def test_a_run_that_fits_gets_faster_changes_that_fit():
     before = current(8, activation_checkpointing="block")
     assert before.fit is Fit.FITS
     for one in advise(before, plan_of):
@@ -99,8 +99,8 @@ def test_what_fits_is_answered_by_what_is_faster_and_fits():
 
 
 @pytest.mark.parametrize("memory_gib", [80, 40])
-def test_what_is_too_slow_to_be_advised_or_chosen_is_not_traced(memory_gib):
-    """A trace takes a second, and `plan` of 405B parameters made 32 of them."""
+def test_candidates_too_slow_to_be_chosen_are_not_traced(memory_gib):
+    """A trace takes a second; `plan` of 405B parameters would run 32."""
     traced = []
 
     def trace(plan, config, samples):
@@ -111,15 +111,15 @@ def test_what_is_too_slow_to_be_advised_or_chosen_is_not_traced(memory_gib):
     before = look(plan_of(config), config, replace(job(8), trace=trace), machine)
     traced.clear()
     advice = advise(before, plan_of)
-    assert len(traced) <= 8  # of 24
+    assert len(traced) <= 8  # of 24 candidates
     assert advice[0].outlook.step_time_s < before.step_time_s
     traced.clear()
     chosen = choose(before, plan_of, ["strategy", MICRO_BATCH])
     assert chosen.fit is Fit.FITS
-    assert traced == [("block", chosen.job.batch.micro_batch)]  # the fastest
+    assert traced == [("block", chosen.job.batch.micro_batch)]  # the fastest candidate
 
 
-def test_advice_says_the_words_to_add():
+def test_advice_gives_the_arguments_to_add():
     (first, *_) = advise(current(64), plan_of)
     assert all("=" in word for word in first.words.split())
     assert first.sentence(current(64)).startswith(first.words)
@@ -143,14 +143,14 @@ def test_offload_is_advised_only_where_nothing_else_fits():
     assert all("sharding.offload" in one.changes for one in tight)
 
 
-def test_nothing_is_advised_for_a_device_that_nobody_named():
+def test_no_advice_is_given_without_a_named_device():
     unknown = Machine(None, None)
     assert advise(current(64, unknown), plan_of) == []
     assert current(64, unknown).fit is None
     assert current(64, unknown).step_time_s is None
 
 
-def test_a_choice_changes_only_what_is_free():
+def test_a_choice_changes_only_open_settings():
     chosen = choose(current(4), plan_of, ["strategy"])
     assert chosen.config.activation_checkpointing == current(4).config.activation_checkpointing
     assert chosen.job == current(4).job
@@ -158,7 +158,7 @@ def test_a_choice_changes_only_what_is_free():
 
 
 def test_a_choice_of_micro_batches_keeps_the_samples_and_takes_the_largest_that_fit():
-    unknown = Machine(None, H100.memory_bytes)  # of whose speed nothing is known
+    unknown = Machine(None, H100.memory_bytes)  # a device of unknown speed
     before = current(64, unknown)
     chosen = choose(before, plan_of, [MICRO_BATCH])
     assert samples(chosen) == samples(before)
@@ -170,7 +170,7 @@ def test_a_choice_of_micro_batches_keeps_the_samples_and_takes_the_largest_that_
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "every_2"])
-def test_a_choice_keeps_whatever_recompute_was_asked_for(recompute):
+def test_a_choice_keeps_the_requested_recompute(recompute):
     unknown = Machine(None, H100.memory_bytes)
     before = current(64, unknown, activation_checkpointing=recompute)
     chosen = choose(before, plan_of, [MICRO_BATCH])
@@ -222,7 +222,7 @@ def test_a_run_of_any_size_that_does_not_fit_gets_advice(memory_bytes):
             assert "a smaller model" in one.sentence(outlook)
 
 
-def test_no_time_is_said_of_a_step_that_the_forecast_does_not_know():
+def test_a_step_without_a_forecast_has_no_time():
     config = ShardConfig(param_dtype="bf16")
     known, unknown = job(1, 512), replace(job(1, 512), is_timed=False)
     assert look(plan_of(config), config, known, H100).step_time_s is not None
@@ -231,7 +231,7 @@ def test_no_time_is_said_of_a_step_that_the_forecast_does_not_know():
     assert found.scaling == []
 
 
-def test_scaling_loses_time_to_communication_and_says_so():
+def test_scaling_reports_time_lost_to_communication():
     config = ShardConfig(param_dtype="bf16")
     points = studied(config, job(1, 512)).scaling
     assert points[-1].efficiency < 0.9

@@ -1,4 +1,4 @@
-"""The step of a calibrated machine: units' work, messages' time, what of it is hidden."""
+"""The step on a calibrated machine: work of units, time of messages, overlap."""
 
 from dataclasses import asdict, replace
 
@@ -14,12 +14,12 @@ from fullshard.planner.plan import make_plan
 from fullshard.planner.spec import ModelSpec, ModuleSpec, ParamSpec
 from fullshard.planner.tracing import Operation, UnitWork
 
-NOTHING, FETCH_S, WORK_S = 1e-15, 1e-4, 10.0  # of a byte, of a fetched one, of a unit's forward
+NOTHING, FETCH_S, WORK_S = 1e-15, 1e-4, 10.0  # per byte, per fetched byte, per forward
 WORKS = Operation("gelu", "float32", (1,))
 
 
 def plan_of(world=2, **fields):
-    """A root with a small parameter and three blocks of one size."""
+    """Returns a plan of a root with a small parameter and three blocks of equal size."""
     modules = [ModuleSpec("", "Model"), ModuleSpec("blocks", "ModuleList", is_container=True)]
     modules += [ModuleSpec(f"blocks.{index}", "Block") for index in range(3)]
     params = [ParamSpec(("scale",), (64,), DType.FLOAT32, trainable=True)]
@@ -64,7 +64,7 @@ def told(plan, calibration, accumulation=1):
     return found[0]
 
 
-def test_without_messages_a_step_is_the_units_work():
+def test_without_messages_a_step_is_the_work_of_its_units():
     plan = plan_of(world=1)
     assert told(plan, calibrated(world=1)).step == pytest.approx((4 + 3 * 2) * WORK_S)
 
@@ -90,11 +90,11 @@ def test_a_message_on_a_busy_machine_takes_processor_time_from_the_work():
     idle, busy = (told(plan, calibrated(cores=cores, **tables)).step for cores in (4, 2))
     gathers = [e.unit for e in plan.events if e.kind.value == "gather"]
     taken = sum(FETCH_S / 2 * gathered_bytes(plan, unit) for unit in gathers)
-    # The first message was waited for: the computing of the first two fills that time, and more.
+    # The wait for the first message is filled by the compute of the first two.
     assert busy - idle == pytest.approx(taken - FETCH_S * gathered_bytes(plan, 0))
 
 
-def test_a_shared_home_gathers_nothing_and_pulls_where_it_accumulates():
+def test_a_shared_home_gathers_nothing_and_reads_when_it_accumulates():
     plan = plan_of(transport=TransportKind.SHARED)
     times = told(plan, calibrated(shared_fetch=1e-9, shared_reduce=FETCH_S, direct_fetch=1.0))
     pulled = sum(FETCH_S * gathered_bytes(plan, unit.index) for unit in plan.units)
@@ -116,10 +116,10 @@ def test_offloaded_weights_are_copied_from_every_rank_of_a_shared_home():
     assert times.step == pytest.approx(10 * WORK_S + copied)
 
 
-def test_replicas_sum_what_they_hold_whole_beside_the_backward():
+def test_replicas_sum_full_gradients_during_backward():
     plan = plan_of(strategy="no_shard")
     times = told(plan, calibrated(direct_replicas=FETCH_S))
-    late = [0, 1, 2]  # land when no backward is left: each waits for the reduction after it
+    late = [0, 1, 2]  # arrive when no backward is left; each waits for the reduction after it
     summed = sum(FETCH_S * gathered_bytes(plan, unit) for unit in late)
     assert times.step == pytest.approx(10 * WORK_S + summed)
 
@@ -127,22 +127,22 @@ def test_replicas_sum_what_they_hold_whole_beside_the_backward():
 @pytest.mark.parametrize(
     ("grad_sync", "reductions"), [(GradSync.EVERY_MICRO_BATCH, 3), (GradSync.LAST_MICRO_BATCH, 1)]
 )
-def test_micro_batches_reduce_as_often_as_they_are_told(grad_sync, reductions):
+def test_micro_batches_reduce_as_often_as_configured(grad_sync, reductions):
     plan = plan_of(transport=TransportKind.SHARED, grad_sync=grad_sync)
     times = told(plan, calibrated(shared_reduce=FETCH_S), accumulation=3)
     pulled = sum(FETCH_S * gathered_bytes(plan, unit.index) for unit in plan.units)
     assert times.step == pytest.approx(3 * 10 * WORK_S + reductions * pulled)
 
 
-def test_the_host_takes_its_time_of_operations_units_and_the_step():
+def test_host_time_has_parts_per_operation_unit_and_step():
     plan = plan_of(world=1)
     host = HostOverhead(forward_s=1.0, backward_s=2.0, unit_s=3.0, step_s=5.0)
     more = told(plan, calibrated(world=1, host=host)).step - told(plan, calibrated(world=1)).step
-    # 4 operations forward; 6 backward; 4 units turn twice.
+    # 4 operations in forward, 6 in backward; 4 units with two turns each.
     assert more == pytest.approx(4 * 1.0 + 6 * 2.0 + 8 * 3.0 + 5.0)
 
 
-def test_the_update_is_that_of_the_runs_optimizer():
+def test_the_update_time_is_that_of_the_runs_optimizer():
     plan, bare = plan_of(world=1), calibrated(world=1)
     (measured,) = bare.hosts.values()
     update_s, add_s = 1e-3, 1e-6
@@ -159,13 +159,13 @@ def test_the_update_is_that_of_the_runs_optimizer():
     assert list(found.values()) == pytest.approx(expected)
 
 
-def test_work_that_no_event_names_is_not_lost():
+def test_work_outside_of_events_is_counted():
     plan = plan_of(world=1)
     events = tuple(event for event in plan.events if event.kind.value != "backward")
     cut = told(replace(plan, events=events), calibrated(world=1))
     assert cut.step == pytest.approx(10 * WORK_S)
 
 
-def test_a_number_of_ranks_that_was_not_measured_has_no_time():
+def test_an_unmeasured_number_of_ranks_has_no_time():
     plan = plan_of(world=2)
     assert step_time(plan, work_of(plan), calibrated(world=1)) is None

@@ -1,4 +1,4 @@
-"""Events played in time: what waits for what, by hand."""
+"""Events played in time: which event waits for which, by hand."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_a_unit_waits_for_its_gather_and_hides_the_next_one():
     assert (found.end_s, found.exposed_s) == (8.0, 2.0)
 
 
-def test_a_reduction_is_waited_for_where_it_is_accumulated_and_a_sum_over_replicas_at_the_end():
+def test_reductions_are_awaited_at_accumulation_and_replica_sums_at_the_end():
     found = play(
         events((BACKWARD, 1), (REDUCE, 1), (BACKWARD, 0), (ACCUMULATE, 1), (SETTLE, -1)),
         costs(
@@ -50,7 +50,7 @@ def test_a_reduction_is_waited_for_where_it_is_accumulated_and_a_sum_over_replic
     assert (found.end_s, found.exposed_s) == (2.0 + 5.0 + 1.0 + 4.0 + 0.5, 3.0 + 4.0)
 
 
-def test_a_reduction_that_nothing_waits_for_ends_the_step():
+def test_a_reduction_without_a_wait_ends_the_step():
     found = play(
         events((BACKWARD, 0), (REDUCE, 0)), costs(backward=Cost(own_s=1.0), reduce=Cost(wire_s=2.0))
     )
@@ -69,7 +69,7 @@ def test_a_host_that_runs_ahead_issues_gathers_when_the_unit_before_begins(issue
     assert found.end_s == (6.0 if issues_ahead else 8.0)
 
 
-def test_costs_are_told_whether_a_gather_is_of_backward():
+def test_costs_know_whether_a_gather_is_for_backward():
     asked = []
 
     def cost_of(event, is_backward):

@@ -1,4 +1,4 @@
-"""The fuller of two moments of a step on XLA, from shapes alone."""
+"""The larger of two memory peaks of a step on XLA, from shapes alone."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ FLOATS = DtypeContract(*[DType.FLOAT32] * 4)
 
 
 def table(strategy=Strategy.FULL_SHARD, *, tied=False):
-    """Two matrices a block; an embedding, and a head unless tied."""
+    """Two matrices per block; an embedding, and a head unless tied."""
 
     def array(name, shape, block="", layers=0):
         return ArrayPlan(name, shape, cut_of(shape, PARTS), FLOATS, True, block, layers)
@@ -34,17 +34,17 @@ def peak(plan, **sizes):
     return {row.name: row.num_bytes for row in at_peak(plan, StepShape(**shape))}
 
 
-def test_many_logits_make_the_head_the_fuller_moment():
+def test_many_logits_put_the_peak_at_the_head():
     found = peak(table(), num_logits=1000)
-    assert found["gathered arrays"] == EMBEDDING  # the head's; the embedding was read
+    assert found["gathered arrays"] == EMBEDDING  # gradient of the head; the embedding was read
     assert found["gradient of the embedding"] == EMBEDDING
-    assert found["gradient shards"] == 2 * LAYERS * BLOCK // PARTS  # of blocks
+    assert found["gradient shards"] == 2 * LAYERS * BLOCK // PARTS  # gradients of blocks
     assert found["logits"] + found["gradient of the head"] == 3 * 4000
 
 
 def test_a_tied_embedding_has_one_gradient():
     found = peak(table(tied=True), num_logits=400)
-    assert found["gradient of the embedding"] == 0  # it is added to that of the head
+    assert found["gradient of the embedding"] == 0  # is added to the head's
     assert found["gradient of the head"] == EMBEDDING
 
 
@@ -54,7 +54,7 @@ def test_a_heads_gradient_takes_the_place_of_the_third_array_of_logits():
     assert found["gradient of the head"] == EMBEDDING
 
 
-def test_a_sum_over_chunks_is_held_beside_the_gradient_of_one():
+def test_a_sum_over_chunks_is_allocated_with_the_gradient_of_one():
     one = peak(table(), num_logits=1000, num_chunks=1)
     assert one["logits"] == one["gradient of the head"] == 4000  # gradients overwrite logits
     several = peak(table(), num_logits=1000, num_chunks=3)
@@ -64,11 +64,11 @@ def test_a_sum_over_chunks_is_held_beside_the_gradient_of_one():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_large_block_is_the_fuller_moment(tied):
+def test_a_large_block_puts_the_peak_in_the_block(tied):
     found = peak(table(tied=tied), block_bytes=1 << 20)
     assert found["one block"] == 1 << 20
     assert found["gathered arrays"] == 2 * BLOCK
-    assert found["its gradients"] == BLOCK  # each is cut when it is made
+    assert found["its gradients"] == BLOCK  # each is sharded when it is created
     assert found["gradient of the embedding"] == EMBEDDING
 
 

@@ -1,4 +1,4 @@
-"""Where arrays are cut."""
+"""The dimension along which arrays are sharded."""
 
 import math
 
@@ -14,18 +14,18 @@ SHAPES = st.lists(st.integers(1, 400), max_size=3).map(tuple)
 @pytest.mark.parametrize(
     ("shape", "parts", "cut"),
     [
-        ((50257, 768), (8,), ArrayCut(1)),  # the larger does not divide
-        ((64, 64), (2,), ArrayCut(0)),  # the first of equals
+        ((50257, 768), (8,), ArrayCut(1)),  # the larger dimension does not divide evenly
+        ((64, 64), (2,), ArrayCut(0)),  # the first of equal dimensions
         ((257, 257), (2,), ArrayCut(0, 1)),
         ((7,), (2,), ArrayCut()),
         ((), (2,), ArrayCut()),
         ((64, 64), (1,), ArrayCut()),
         ((0, 8), (2,), ArrayCut()),
-        ((64, 32), (4, 0, 2), ArrayCut(1, 0, 0, 2)),  # another dimension than the tensor axis
+        ((64, 32), (4, 0, 2), ArrayCut(1, 0, 0, 2)),  # a different dimension than the tensor axis
         ((64,), (2, 0, 2), ArrayCut(None, 0, 0, 2)),
     ],
 )
-def test_the_largest_dimension_that_divides_is_cut(shape, parts, cut):
+def test_the_largest_divisible_dimension_is_sharded(shape, parts, cut):
     assert cut_of(shape, *parts) == cut
 
 

@@ -1,4 +1,4 @@
-"""The events of a plan, replayed by a checker that knows nothing of the scheduler."""
+"""The events of a plan, replayed by a checker that is independent of the scheduler."""
 
 from collections import defaultdict
 from typing import Any
@@ -15,7 +15,7 @@ STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard")
 
 
 class Block(nn.Module):
-    """A block with a unit inside it where asked."""
+    """A block with an optional unit inside."""
 
     def __init__(self, width):
         super().__init__()
@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 class Checker:
-    """Who holds each slot, and who fills each gradient slot."""
+    """Tracks the unit in each slot, and the gradients in each gradient slot."""
 
     def __init__(self, plan):
         self.plan = plan
@@ -70,7 +70,7 @@ class Checker:
     def backward(self, unit):
         if self.plan.units[unit].reads_weight_in_backward:
             self.forward(unit)
-        self.fill(unit)  # with its first gradient, so that none spills
+        self.fill(unit)  # at its first gradient, so that no gradient spills
 
     def release(self, unit):
         for slot in self.slots(unit):
@@ -90,7 +90,7 @@ class Checker:
 
 
 def replay(plan):
-    """Assert that slots and gradient slots are never used for two things at once."""
+    """Asserts that slots and gradient slots have one use at a time."""
     checker = Checker(plan)
     for event in plan.events:
         if event.kind is not EventKind.SETTLE:
@@ -108,9 +108,7 @@ def replay(plan):
     strategy=st.sampled_from(STRATEGIES),
     nested=st.booleans(),
 )
-def test_no_event_uses_a_slot_that_holds_something_else(
-    num_blocks, frozen, depths, strategy, nested
-):
+def test_no_event_uses_a_slot_of_another_unit(num_blocks, frozen, depths, strategy, nested):
     plan = fs.plan(
         Model(num_blocks, min(frozen, num_blocks)),
         world_size=4,
@@ -124,7 +122,7 @@ def test_no_event_uses_a_slot_that_holds_something_else(
 
 
 def travels(plan, called, used):
-    """Gathers and reductions of a rank that calls some units, and of these uses some outputs."""
+    """Gathers and reductions of a rank that calls some units and uses some of their outputs."""
     scheduler, order = plan.scheduler(), plan.order
     events = scheduler.begin_forward()
     for what, index in nominal_trace(plan.units, [i for i in order.forward if i in called]):
@@ -149,7 +147,7 @@ def travels(plan, called, used):
     skipped=st.sets(st.integers(1, 7)),
     dropped=st.sets(st.integers(1, 7)),
 )
-def test_gathers_and_reductions_alternate_alike_on_a_rank_that_leaves_out_blocks(
+def test_gathers_and_reductions_alternate_equally_on_a_rank_that_skips_blocks(
     num_blocks, depths, strategy, skipped, dropped
 ):
     plan = fs.plan(
@@ -185,8 +183,8 @@ def test_the_checker_finds_a_missing_gather():
         replay(broken)
 
 
-def test_strategies_are_rows_not_other_plans():
-    """Sharded strategies differ in slots and gathers alone: the same units, the same reductions."""
+def test_strategies_differ_only_in_slots_and_gathers():
+    """Sharded strategies differ only in slots and gathers: the units and reductions are equal."""
     found = defaultdict(set)
     for strategy in STRATEGIES[:2]:
         plan = fs.plan(Model(4, 0), world_size=2, strategy=strategy)

@@ -1,4 +1,4 @@
-"""Plans of mixtures whose experts are cut over an axis of the mesh."""
+"""Plans of mixtures whose experts are sharded over an axis of the mesh."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ from fullshard.planner.spec import ModelSpec, ModuleSpec, ParamSpec
         (Mesh(1, 4, (3, 2, 1, 0)), [(0, 1), (2, 3)], Mesh(1, 2, (2, 3, 0, 1), 2)),
     ],
 )
-def test_experts_are_sharded_over_the_ranks_with_the_same_ones(dense, groups, experts):
+def test_experts_are_sharded_over_ranks_with_the_same_experts(dense, groups, experts):
     found = dense.of_experts(groups)
     assert found == experts
     held = {rank: group.index(rank) for group in groups for rank in group}
@@ -52,7 +52,7 @@ def test_groups_that_do_not_divide_the_ranks_are_refused(dense, groups):
 
 
 def spec(*, directly=False):
-    """Two blocks; the experts lie in a module below the one that reads them."""
+    """Two blocks; the experts are in a module below the one that reads them."""
     own = Mesh(1, 2, (), 2)
     modules, params = [ModuleSpec("", "Net"), ModuleSpec("layers", "ModuleList", True, False)], []
     for layer in ("layers.0", "layers.1"):
@@ -86,7 +86,7 @@ def test_the_outermost_modules_of_experts_become_units_with_their_mesh():
 
 
 def test_numbers_of_experts_do_not_change_the_choice_of_units():
-    """Ranks that share five experts have one, two or none of them."""
+    """Ranks that share five experts store one, two or none of them."""
     names = []
     for experts in (0, 1, 2, 100):
         whole = spec()
@@ -97,7 +97,7 @@ def test_numbers_of_experts_do_not_change_the_choice_of_units():
     assert "layers.1.moe.experts" in names[0]
 
 
-def test_no_shard_replicates_experts_over_the_ranks_with_the_same_ones():
+def test_no_shard_replicates_experts_over_ranks_with_the_same_experts():
     plan = make_plan(spec(), ShardConfig(strategies={"layers.0": "no_shard"}), Topology(4))
     assert plan.units[2].mesh == Mesh(2, 1, (), 2)
 

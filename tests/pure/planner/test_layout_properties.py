@@ -29,14 +29,14 @@ def test_offsets_are_aligned_and_parameters_do_not_overlap(shapes, num_parts):
 
 
 @given(SHAPES, NUM_PARTS)
-def test_the_parts_hold_every_element_exactly_once_at_its_place(shapes, num_parts):
+def test_the_parts_contain_every_element_exactly_once_at_its_place(shapes, num_parts):
     layout = _layout(shapes, num_parts)
     covered = {f"p{i}": 0 for i in range(len(shapes))}
     for part in range(num_parts):
         for piece, placement in zip(layout.slices(part), layout.placements, strict=True):
             if not piece.numel:
                 continue
-            assert piece.start == covered[piece.name]  # parts follow one another
+            assert piece.start == covered[piece.name]  # parts are contiguous
             covered[piece.name] = piece.stop
             assert 0 <= piece.offset <= layout.part_numel - piece.numel
             assert part * layout.part_numel + piece.offset == placement.offset + piece.start
@@ -44,7 +44,7 @@ def test_the_parts_hold_every_element_exactly_once_at_its_place(shapes, num_part
 
 
 @given(SHAPES, NUM_PARTS)
-def test_padding_is_what_belongs_to_no_parameter_and_stays_small(shapes, num_parts):
+def test_padding_belongs_to_no_parameter_and_stays_small(shapes, num_parts):
     layout = _layout(shapes, num_parts)
     assert layout.padding == layout.numel - sum(math.prod(shape) for shape in shapes)
     assert layout.padding < ALIGNMENT * (len(shapes) + num_parts)

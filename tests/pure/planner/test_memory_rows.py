@@ -1,4 +1,4 @@
-"""The memory table against formulas, bounded from both sides; and a plan as people read it."""
+"""The memory table against formulas, bounded from both sides; and the printed plan."""
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ from support.sizes import sizes_of
 ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2}
 ALIGNMENT = 64
 ADAM = 2
-COUNT_BYTES = 4  # its float32 number of updates, a parameter
+COUNT_BYTES = 4  # a float32 step count per parameter
 
 
 class Model(nn.Module):
@@ -32,7 +32,7 @@ def rows_of(model, **fields):
 
 
 def padded(params, parts):
-    """The least and the most elements that one unit's buffer can have."""
+    """Returns the minimum and maximum number of elements of one unit's buffer."""
     exact = sum(p.numel() for p in params)
     return exact, exact + (ALIGNMENT - 1) * len(params) + ALIGNMENT * parts
 
@@ -92,7 +92,7 @@ def test_every_row_lies_between_its_formula_and_the_formula_with_padding(
     else:
         whole = strategy != "full_shard"
         ring = num_blocks if whole else min(num_blocks, max(depths) + 1)
-        most = (ring + 1) * block[1]  # the stem has a slot of its own, or one more of the ring
+        most = (ring + 1) * block[1]  # the stem has its own slot, or an additional slot of the ring
         assert_within("slots", compute * ring * block[0], compute * most)
     if not trained:
         assert rows["gradient slots"] == 0
@@ -104,7 +104,7 @@ def test_every_row_lies_between_its_formula_and_the_formula_with_padding(
 @pytest.mark.parametrize(
     ("transport", "strategy", "peers"),
     [
-        ("direct", "full_shard", 3),  # a part from each peer, for the one reduction under way
+        ("direct", "full_shard", 3),  # a part from each peer, for the one reduction in flight
         ("c10d", "full_shard", 0),  # received in gradient slots
         ("c10d", "no_shard", 0),
     ],
@@ -138,7 +138,7 @@ def test_the_tree_reads_as_before(fields, model, snapshot):
     assert fs.plan(model, **fields).tree() == snapshot
 
 
-def test_like_neighbours_are_folded_and_frozen_ones_are_not_like_the_others():
+def test_equal_neighbours_are_folded_but_frozen_ones_are_separate():
     tree = fs.plan(Model(6, 32, frozen=2), world_size=2, wrap=["Linear"]).tree()
     assert "blocks.0 .. blocks.1 (2): Linear, block" in tree
     assert tree.count("frozen") == 1
@@ -150,7 +150,7 @@ def test_like_neighbours_are_folded_and_frozen_ones_are_not_like_the_others():
     [
         ("every_micro_batch", "full_shard", None, None),
         ("last_micro_batch", "full_shard", None, True),
-        ("last_micro_batch_outer", "full_shard", None, None),  # nothing is copied: nothing waits
+        ("last_micro_batch_outer", "full_shard", None, None),  # nothing is copied, so nothing waits
         ("last_micro_batch_outer", "hybrid_shard", 2, False),
     ],
 )
@@ -165,7 +165,7 @@ def test_gradients_that_wait_for_the_last_micro_batch_are_planned(
     assert rows.get("deferred gradients", 0) == wanted[whole]
 
 
-def test_neighbours_of_other_dtypes_or_another_mesh_have_rows_of_their_own():
+def test_neighbours_of_other_dtypes_or_meshes_have_separate_rows():
     for fields in ({"param_dtype": "bf16", "fp32_modules": ["blocks.3"]},
                    {"strategies": {"blocks.3": "no_shard"}}):  # fmt: skip
         plan, _ = rows_of(Model(4, 32), world_size=2, wrap=["Linear"], **fields)

@@ -1,4 +1,4 @@
-"""Owners of whole tensors: chosen from sizes alone, the same on every rank."""
+"""Owners of whole tensors are chosen from sizes only, equally on every rank."""
 
 import math
 
@@ -31,7 +31,7 @@ def test_loads_differ_by_no_more_than_the_largest_tensor(numels, num_parts):
 
 
 @given(sizes, parts)
-def test_no_owner_holds_more_at_one_time_than_the_largest_tensor(numels, num_parts):
+def test_no_owner_gathers_more_at_once_than_the_largest_tensor(numels, num_parts):
     owners = Owners.choose(numels, num_parts)
     for indices in owners.rounds:
         held = [0] * num_parts

@@ -1,4 +1,4 @@
-"""A plan is plain data: JSON and back, the same bytes in every process, every element somewhere."""
+"""A plan survives a JSON round trip, is equal in every process, and covers every element."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def _plan_text(hash_seed):
 def test_the_json_is_the_same_in_every_process_and_reads_back():
     plan = fs.plan(LLAMA, world_size=8, param_dtype="bf16")
     text = plan.to_json().strip()
-    # Hashes differ here and there.
+    # Hash seeds differ between the processes.
     assert _plan_text("2" if os.environ.get("PYTHONHASHSEED") == "1" else "1") == text
     assert Plan.from_json(text) == plan
 
@@ -66,7 +66,7 @@ def test_text_that_is_no_plan_of_this_version_is_refused_by_field(field, says):
         ("no_shard", {}),
     ],
 )
-def test_the_ranks_hold_every_element_once_a_replica(strategy, sizes):
+def test_the_ranks_store_every_element_once_per_replica(strategy, sizes):
     plan = fs.plan(LLAMA, world_size=6, strategy=strategy, **sizes)
     held = sum(piece.numel for rank in range(6) for piece in plan.view(rank).all_slices())
     assert held == plan.num_parameters * plan.mesh.replicate
@@ -75,7 +75,7 @@ def test_the_ranks_hold_every_element_once_a_replica(strategy, sizes):
     assert whole <= shards <= whole + 4 * sum(unit.padding for unit in plan.units)
 
 
-def test_tied_weights_are_the_roots_and_counted_once():
+def test_tied_weights_belong_to_the_root_and_are_counted_once():
     tied = fs.plan({**LLAMA, "tie_word_embeddings": True}, world_size=2)
     untied = fs.plan({**LLAMA, "tie_word_embeddings": False}, world_size=2)
     assert untied.num_parameters - tied.num_parameters == 512 * 64

@@ -23,7 +23,7 @@ SIGNS = {
 
 
 def plan_of(depth, frozen=(), **fields):
-    """A root (0) with a parameter of its own and three blocks (1, 2, 3) of one size, on 2 ranks."""
+    """A root (0) with its own parameter and three blocks (1, 2, 3) of one size, on 2 ranks."""
     names = ["", "blocks", "blocks.0", "blocks.1", "blocks.2"]
     kinds = ["Model", "ModuleList", "Block", "Block", "Block"]
     modules = tuple(
@@ -45,15 +45,15 @@ def drawn(plan):
     return " ".join(f"{SIGNS[e.kind]}{e.unit if e.unit >= 0 else ''}" for e in plan.events)
 
 
-# G gather   F forward   R release   B backward   + reduction begins   = it has landed   * settle
+# G gather   F forward   R release   B backward   + reduction begins   = it has arrived   * settle
 EXAMPLES = {
-    # One slot: every block takes it in turn; the last one keeps it for its backward.
+    # One slot: the blocks use it in turn; the last one keeps it for its backward.
     0: """G0 F0 G1 F1 R1 G2 F2 R2 G3 F3
           B0 B3 +3 R3 G2 B2 +2 =3 R2 G1 B1 +1 =2 +0 =1 =0 R0 R1 *""",
-    # Two slots: block 3 takes the slot of block 1, hence R1; blocks 2 and 3 stay for backward.
+    # Two slots: block 3 uses the slot of block 1, hence R1; blocks 2 and 3 stay for backward.
     1: """G0 G1 F0 G2 F1 R1 G3 F2 F3
           B0 B3 +3 R3 G1 B2 +2 =3 R2 B1 +1 =2 +0 =1 =0 R0 R1 *""",
-    # Three slots hold all three: nothing is gathered twice.
+    # Three slots for three blocks: nothing is gathered twice.
     2: """G0 G1 G2 F0 G3 F1 F2 F3
           B0 B3 +3 R3 B2 +2 =3 R2 B1 +1 =2 +0 =1 =0 R0 R1 *""",
 }
@@ -81,7 +81,7 @@ def test_no_shard_gathers_nothing():
     )
 
 
-def test_no_shard_with_another_compute_dtype_fills_slots_and_moves_nothing():
+def test_no_shard_with_another_compute_dtype_fills_slots_without_messages():
     plan = plan_of(1, strategy="no_shard", param_dtype="bf16")
     gathers = [event for event in plan.events if event.kind is EventKind.GATHER]
     assert [event.unit for event in gathers] == [0, 1, 2, 3]
@@ -113,7 +113,7 @@ def test_a_frozen_model_has_no_backward():
     assert "B" not in drawn(plan_of(1, frozen=(0, 1, 2, 3)))
 
 
-def test_what_goes_over_the_wire_is_a_part_from_each_peer():
+def test_a_gather_receives_a_part_from_each_peer():
     plan = plan_of(1)
     part = plan.units[1].groups[0].layout.part_numel
     assert 4 * 600 <= 4 * part <= 4 * (600 + 64)  # half of 30 x 40
@@ -141,7 +141,7 @@ def step_with(plan, used):
 
 @pytest.mark.parametrize("seen", [(3,), (2, 1), (1, 3), (3, 2, 1)])
 @pytest.mark.parametrize("depth", EXAMPLES)
-def test_ranks_issue_one_sequence_whichever_blocks_they_and_the_first_step_use(depth, seen):
+def test_ranks_issue_one_sequence_for_any_used_blocks(depth, seen):
     plan = plan_of(depth).reordered((0, *seen), (0, *reversed(seen)))
     blocks = list(dict.fromkeys([*plan.order.forward[1:], 1, 2, 3]))
     for number in range(4):

@@ -1,4 +1,4 @@
-"""Slots: who may share one, how many there are, and how large."""
+"""Slots: which units may share one, their number and their size."""
 
 from collections import defaultdict
 from itertools import pairwise
@@ -22,7 +22,7 @@ WORLDS = st.sampled_from([1, 2, 3, 8])
 
 
 def spec_of(numels, nests, trained):
-    """Blocks of these sizes, some with smaller ones inside them, in a root that has a parameter."""
+    """Blocks of these sizes, some with smaller ones inside, in a root with a parameter."""
     modules = [ModuleSpec("", "Model"), ModuleSpec("blocks", "ModuleList", is_container=True)]
     params = [ParamSpec(("scale",), (7,), DType.FLOAT32, trainable=True)]
     for at, numel in enumerate(numels):
@@ -51,7 +51,7 @@ def slots_of(plan, unit, *, gradients=False):
 
 
 def by_depth(plan):
-    """Units of like nesting, in forward order: these are neighbours."""
+    """Units of equal nesting depth in forward order, which are neighbours."""
     found: dict[int, list[int]] = defaultdict(list)
     for unit in plan.units:
         found[len(ancestors_of(plan.units, unit))].append(unit.index)
@@ -125,7 +125,7 @@ def test_every_ring_is_as_large_as_its_largest_unit_and_no_unit_is_half_of_it(
 
 
 @given(numels=NUMELS, nests=NESTS, depths=DEPTHS)
-def test_without_resharding_every_unit_has_a_slot_of_its_own(numels, nests, depths):
+def test_without_resharding_every_unit_has_its_own_slot(numels, nests, depths):
     spec = spec_of(numels, nests, [True] * 9)
     plan = plan_of(spec, 2, depths, strategy="shard_grad_op")
     slots = [slot for unit in plan.units for slot in slots_of(plan, unit.index)]
@@ -165,7 +165,7 @@ def test_units_that_are_called_again_are_resident(numels, repeats, depths):
         ([8192, 2048, 512, 8192, 2048, 512], 3),
     ],
 )
-def test_units_of_like_size_share_a_ring(numels, classes):
+def test_units_of_similar_size_share_a_ring(numels, classes):
     plan = plan_of(spec_of(numels, [0] * 9, [True] * 9), 2, (1, 1))
     rings = [
         ring for ring in plan.rings if ring.name.startswith("block") and "grad" not in ring.name
@@ -173,7 +173,7 @@ def test_units_of_like_size_share_a_ring(numels, classes):
     assert len(rings) == classes
 
 
-def test_turns_follow_the_order_of_forward_and_not_of_registration():
+def test_turns_follow_the_order_of_forward_not_of_registration():
     plan = plan_of(spec_of([500] * 4, [0] * 9, [True] * 9), 2, (1, 1))
     assert [index for u in (1, 2, 3, 4) for _, index in slots_of(plan, u)] == [0, 1, 0, 1]
     other = plan.reordered([0, 1, 3, 2, 4], [0, 4, 2, 3, 1])

@@ -1,4 +1,4 @@
-"""The choice of units: structure, sizes, names, callables, and what is refused."""
+"""The choice of units by structure, size, name or callable, and refusals."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from fullshard.errors import ConfigError, WrapError
 from fullshard.planner.wrap import Role
 from support.architectures import ARCHITECTURES
 
-BLOCKS = {  # where the blocks of each architecture are, and how many
+BLOCKS = {  # path and number of blocks of each architecture
     "llama": {"model.layers": 3},
     "gpt2": {"transformer.h": 3},
     "qwen3_moe": {"model.layers": 3},
@@ -49,7 +49,7 @@ def test_auto_finds_the_blocks_without_knowing_a_class_name(name):
     found = units(model)
     assert {n for n, role in found.items() if role == Role.BLOCK} == wanted
     assert units(model, wrap="transformer") == found
-    indivisible = set(model._no_split_modules or ())  # what transformers itself calls blocks
+    indivisible = set(model._no_split_modules or ())  # blocks in transformers
     assert {type(model.get_submodule(block)).__name__ for block in wanted} <= indivisible
 
 
@@ -67,7 +67,7 @@ def test_embedding_and_head_are_units_where_each_is_at_least_as_large_as_a_block
         assert found.get(name) == (role if large else None)
 
 
-def test_tied_ends_are_the_roots_however_large():
+def test_tied_ends_belong_to_the_root_at_any_size():
     found = units(llama(vocab_size=2000, tie_word_embeddings=True))
     assert set(found.values()) == {Role.ROOT, Role.BLOCK}
 
@@ -79,7 +79,7 @@ class Stage(nn.Module):
         self.layers = nn.ModuleList(nn.Conv2d(width, width, 3) for _ in range(count))
 
 
-def test_stages_that_widen_are_not_the_blocks_their_layers_are():
+def test_layers_are_the_blocks_of_widening_stages():
     model = nn.Module()
     model.stages = nn.ModuleList(Stage(8 * 2**k, 3) for k in range(3))
     found = units(model)
@@ -99,7 +99,7 @@ def test_a_model_without_lists_is_one_unit_and_transformer_refuses_it():
 
 
 class Wrapped(nn.Module):
-    """Stands where torch's policy wraps."""
+    """Marks where torch's policy wraps."""
 
     def __init__(self, module, **_):
         super().__init__()
@@ -107,7 +107,7 @@ class Wrapped(nn.Module):
 
 
 def torchs_choice(model, minimum):
-    """The modules that torch's size_based_auto_wrap_policy wraps."""
+    """Returns the modules that torch's size_based_auto_wrap_policy wraps."""
     policy = partial(size_based_auto_wrap_policy, min_num_params=minimum)
     _recursive_wrap(
         model,
@@ -155,7 +155,7 @@ def test_a_class_may_be_given_as_a_class():
     ("asked", "nearest"),
     [("LlamaDecodrLayer", "LlamaDecoderLayer"), ("LamaMLP", "LlamaMLP"), ("Lineer", "Linear")],
 )
-def test_a_class_that_is_missing_names_the_nearest_and_all_present(asked, nearest):
+def test_a_missing_class_is_answered_with_the_nearest_and_all_present(asked, nearest):
     with pytest.raises(WrapError, match=f"got '{asked}'. Did you mean '{nearest}'") as caught:
         units(llama(), wrap=["LlamaDecoderLayer", asked])
     present = str(caught.value).partition("Present: ")[2]
@@ -164,7 +164,7 @@ def test_a_class_that_is_missing_names_the_nearest_and_all_present(asked, neares
     )
 
 
-def test_a_class_without_parameters_is_as_if_missing():
+def test_a_class_without_parameters_counts_as_missing():
     with pytest.raises(WrapError, match="classes of modules with parameters"):
         units(llama(), wrap=["SiLU"])
 
@@ -176,12 +176,12 @@ def test_a_callable_chooses_modules():
     assert set(found) == {"", *wanted}
 
 
-def test_a_callable_that_chooses_what_is_not_called_is_refused():
+def test_a_callable_that_chooses_an_uncalled_module_is_refused():
     with pytest.raises(WrapError, match=r"got 'model.layers' \(ModuleList\)"):
         units(llama(), wrap=lambda module: isinstance(module, nn.ModuleList))
 
 
-def test_multihead_attention_is_no_unit_nor_what_lies_in_it():
+def test_neither_multihead_attention_nor_its_members_are_units():
     """Its forward reads its members' weights without calling them."""
     model = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(16, 2, 32), 3, enable_nested_tensor=False

@@ -1,4 +1,4 @@
-"""The interpolated bigram against a computation token by token."""
+"""The interpolated bigram compared with a computation token by token."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from fullshard.data.dataset import best_weight, interpolated_bigram
 
 
 def slow_parts(train, target, vocab_size):
-    """p(b | a) and p(b) for every pair of `target`, counted in dictionaries."""
+    """Returns p(b | a) and p(b) for every pair of `target`, counted in dictionaries."""
     tokens = Counter(int(token) for row in train for token in row)
     contexts = Counter(int(token) for row in train for token in row[:-1])
     pairs = Counter((int(a), int(b)) for row in train for a, b in itertools.pairwise(row))
@@ -43,12 +43,12 @@ def test_baseline_equals_the_computation_token_by_token(vocab_size, dtype):
     assert result.num_tokens == 40
 
 
-def test_text_that_a_bigram_knows_by_heart_costs_almost_nothing():
+def test_text_that_a_bigram_predicts_has_almost_no_loss():
     train = np.tile(np.arange(5, dtype=np.uint16), (50, 4))
     assert interpolated_bigram(train, train[:3], 5).nats < 1e-4
 
 
-def test_pair_that_never_occurred_keeps_the_loss_finite():
+def test_an_unseen_pair_keeps_the_loss_finite():
     train = np.tile(np.arange(5, dtype=np.uint16), (50, 4))
     held_out = np.array([[4, 3, 2, 1]], dtype=np.uint16)
     assert 10 < interpolated_bigram(train, held_out, 5).nats < 30
@@ -59,7 +59,7 @@ def test_a_single_training_sequence_is_enough():
     assert math.isfinite(interpolated_bigram(train, train, 4).nats)
 
 
-def test_weight_leaves_a_bigram_that_is_worse_than_nothing():
+def test_a_useless_bigram_gets_no_weight():
     unigram = np.full(100, 0.2)
     assert best_weight(np.full(100, 0.1), unigram) < 0.01
     assert best_weight(np.full(100, 0.9), unigram) > 0.99

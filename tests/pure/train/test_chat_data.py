@@ -1,4 +1,4 @@
-"""Chat data: the forms it is kept in, what of it is learned, and how rows are made of it."""
+"""Chat data: file formats, learned tokens, and packing into rows."""
 
 import copy
 import itertools
@@ -27,7 +27,7 @@ from fullshard.data.tokenize import train_tokenizer
 from fullshard.errors import ConfigError, DataError
 from fullshard.recipes.base import load_data
 
-# Marks nothing, and writes a turn in another way once there is a later one.
+# Marks nothing, and renders a turn differently if a later one follows.
 UNMARKED = (
     "{% for m in messages %}<{{ m['role'] }}>{% if loop.last and m['role'] == 'assistant' %} (now)"
     "{% endif %}{{ m['content'] }}</s>{% endfor %}"
@@ -77,8 +77,8 @@ def learned_text(example, tokenizer, **learned):
     return tokenizer.decode(ids)
 
 
-def test_ids_may_leave_out_numbers(tmp_path):
-    """A vocabulary has all ids of its tokenizer, and not only as many as it has entries."""
+def test_token_ids_may_have_gaps(tmp_path):
+    """A vocabulary covers all ids, not only as many as there are entries."""
     found = models.WordLevel({"two": 0, "four": 70_000, "<end>": 1}, unk_token="<end>")
     sparse = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(found), eos_token="<end>")
     settings = settings_of(8, 0.5, SftConfig(num_samples=0))
@@ -217,7 +217,7 @@ def test_a_wrong_record_is_named_with_its_line(tmp_path, line, said):
     assert f"{path}:2" in str(caught.value)
 
 
-def test_answers_alone_are_learned_with_marks_and_without(tokenizer):
+def test_only_answers_are_learned_with_and_without_marks(tokenizer):
     turns = Example(tuple(CHAT), 0, is_completion=False, place="here")
     assert learned_text(turns, tokenizer) == " four<|endoftext|> yes<|endoftext|>"
     everything = learned_text(turns, tokenizer, assistant_only_loss=False)
@@ -225,7 +225,7 @@ def test_answers_alone_are_learned_with_marks_and_without(tokenizer):
     plain = train_tokenizer(["two and two is four"], 300)
     plain.chat_template = UNMARKED
     assert learned_text(turns, plain) == "four</s> (now)yes</s>"
-    says = [{**CHAT[0], "content": "say four"}, *CHAT[1:]]  # the answer is in the question, too
+    says = [{**CHAT[0], "content": "say four"}, *CHAT[1:]]  # the question contains the answer
     found = encode(Example(tuple(says), 0, False, "here"), plain, SftConfig())
     assert not any(found.learned[: len(plain("<user>say four</s><assistant>")["input_ids"])])
     begun = Example(tuple(CHAT[1:]), 0, is_completion=False, place="here")
@@ -234,7 +234,7 @@ def test_answers_alone_are_learned_with_marks_and_without(tokenizer):
     assert learned_text(turns, plain) == " four</s> (now)yes</s>"  # " f" begins before the answer
     plain.chat_template = "{% for m in messages[:-1] %}{{ m.content }};{% endfor %}"
     with pytest.raises(DataError, match="expected the answer of message 1 in the chat temp"):
-        learned_text(turns, plain)  # otherwise the question would be learned
+        learned_text(turns, plain)  # otherwise the question would be learned too
 
 
 def test_the_probe_learns_neither_results_of_calls_nor_answers_without_their_reasoning():
@@ -258,7 +258,7 @@ def test_the_probe_learns_neither_results_of_calls_nor_answers_without_their_rea
     assert learned_text(kept, plain) == " four</s> (now) four</s>"
 
 
-def test_answers_of_a_role_that_neither_we_nor_the_template_know_are_not_left_out(tokenizer):
+def test_answers_of_an_unknown_role_are_not_dropped(tokenizer):
     turns = Example((*CHAT[:3], {**CHAT[3], "role": "ai"}), 0, is_completion=False, place="here")
     with pytest.raises(DataError, match=r"expected a role among .* names, got 'ai' at here"):
         learned_text(turns, tokenizer)
@@ -322,7 +322,7 @@ def test_sampled_prompts_begin_as_trained_prompts_do_and_empty_ones_are_left_out
     assert found == [(two,), [*two, *four, 0], ([0, *two], [0]), [0, *two, *four, 0]]
 
 
-def test_what_is_cut_and_left_out_is_counted_and_said(tokenizer, tmp_path):
+def test_cut_and_skipped_examples_are_counted_and_reported(tokenizer, tmp_path):
     answers = ["four", "yes " * 40, "two"]
     rows = [pair("two and two " * n, a) for n, a in zip((1, 1, 60), answers, strict=True)]
     settings = settings_of(40, 0.0, SftConfig(packing=True, num_samples=0))
@@ -338,10 +338,10 @@ def test_what_is_cut_and_left_out_is_counted_and_said(tokenizer, tmp_path):
     assert made.facts.num_dropped_tokens == total - made.facts.num_train_tokens > 0
 
 
-def test_rows_are_the_examples_in_their_order_though_processes_share_the_parts(
+def test_rows_are_the_examples_in_order_though_processes_share_the_parts(
     tokenizer, tmp_path, monkeypatch
 ):
-    """The end is held out, and its prompts are found, also behind parts without examples."""
+    """The end is held out, and its prompts are found, also after parts without examples."""
     monkeypatch.setattr("fullshard.data.tokenize.SHARD_BYTES", 256)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     rows = [pair("two " * n, "four " * (1 + n % 3)) for n in range(1, 25)]
@@ -362,11 +362,11 @@ def test_rows_are_the_examples_in_their_order_though_processes_share_the_parts(
     monkeypatch.setattr("fullshard.data.tokenize.SHARD_BYTES", 1 << 20)
     again = make_chat_dataset(data, settings_of(64, 0.25, SftConfig(num_samples=2)), tokenizer)
     assert len(again.train.values.sources[0]) == 1
-    assert again.facts == made.facts  # the fingerprint, too
+    assert again.facts == made.facts  # the fingerprint as well
 
 
 def test_the_banner_names_columns_that_are_not_read(tokenizer, tmp_path):
-    """Such as the answers of preferences, and a column with the name of the part."""
+    """Examples are answers of preferences, and a column named like the part."""
     said = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     row = {"messages": said, "chosen": said[1:], "rejected": said[1:]}
     more = {"split": "test", "id": 4, "prompt": "one", "tools": [], "system": None, "note": ""}
@@ -380,7 +380,7 @@ def test_the_banner_names_columns_that_are_not_read(tokenizer, tmp_path):
         assert list(made.facts.notes[1:]) == told
 
 
-def test_padded_rows_have_one_length_and_padding_is_a_document_of_its_own(tokenizer, tmp_path):
+def test_padded_rows_have_one_length_and_padding_is_a_separate_document(tokenizer, tmp_path):
     rows = [pair("two " * n, "four") for n in (1, 2, 3, 4)]
     settings = settings_of(16, 0.0, SftConfig(packing=True, num_samples=0))
     made = make_chat_dataset(source(tmp_path, rows), settings, tokenizer)
@@ -400,7 +400,7 @@ def test_padded_rows_have_one_length_and_padding_is_a_document_of_its_own(tokeni
     assert padded["position_ids"].tolist() == [[*itertools.chain(*places)], list(range(16))]
 
 
-def test_a_saved_dataset_loads_as_it_was(tokenizer, tmp_path):
+def test_a_saved_dataset_loads_unchanged(tokenizer, tmp_path):
     rows = [pair("two " * n, "four") for n in range(1, 9)]
     settings = settings_of(32, 0.25, SftConfig(packing=True, num_samples=2))
     made = make_chat_dataset(source(tmp_path, rows), settings, tokenizer)
@@ -430,7 +430,7 @@ def test_the_cache_is_used_until_a_file_changes(tokenizer, tmp_path, monkeypatch
     assert prepared().facts == first
     shorter = settings_of(6, 0.0, SftConfig(num_samples=1))
     assert prepared(settings=shorter).facts.fingerprint != first.fingerprint
-    assert made == ["made"]  # parts serve rows of any length
+    assert made == ["made"]  # cached parts serve rows of any length
     second = prepared("yes").facts
     assert second.fingerprint != first.fingerprint
     assert made == ["made"] * 2
@@ -490,7 +490,7 @@ ASKED = Example(tuple(CHAT[:2]), 0, is_completion=False, place="x")
         ([], None, "expected records, got none in"),
     ],
 )
-def test_nothing_to_learn_is_an_error_that_names_the_cause(
+def test_data_without_learned_tokens_is_an_error_that_names_the_cause(
     tokenizer, tmp_path, rows, template, said
 ):
     other = copy.deepcopy(tokenizer)
@@ -524,7 +524,7 @@ def test_a_template_without_end_is_refused_and_limits_stay_as_they_were(
 
 
 def test_a_long_text_without_spaces_trains_a_tokenizer_in_little_time():
-    """Training takes the square of a word's length: this took half a minute."""
+    """Training is quadratic in a word's length; this text needed half a minute."""
     text = "ab" * 100_000 + " " * 100_000
     began = time.monotonic()
     made = train_tokenizer([text], 300)
@@ -533,7 +533,7 @@ def test_a_long_text_without_spaces_trains_a_tokenizer_in_little_time():
 
 
 @given(st.lists(st.integers(1, 40), max_size=60))
-def test_best_fit_holds_every_example_once_and_never_overfills(lengths):
+def test_best_fit_packs_every_example_once_and_never_overfills(lengths):
     order, rows = best_fit(np.array(lengths, int), 40)
     assert sorted(order) == list(range(len(lengths)))
     sums = [sum(lengths[example] for example in row) for row in np.split(order, rows[1:-1])]
@@ -554,7 +554,7 @@ def test_dealing_keeps_the_rows_of_a_step_whatever_the_ranks(world, micro, accum
     assert sorted(found[found >= 0]) == sorted(one.reshape(-1))
 
 
-def test_ranks_of_a_micro_batch_get_rows_of_like_length():
+def test_ranks_of_a_micro_batch_get_rows_of_similar_length():
     lengths = np.arange(64) * 37 % 61 + 1
     chosen = SampleOrder(64, BatchShape(1, 8, 4), seed=0).of_step(0)
 
@@ -565,7 +565,7 @@ def test_ranks_of_a_micro_batch_get_rows_of_like_length():
     assert waiting(dealt(chosen, lengths)) < waiting(chosen) / 3
 
 
-def test_a_file_of_a_template_is_utf_8_and_its_mark_is_no_text(tmp_path, tokenizer):
+def test_a_template_file_is_utf_8_and_its_byte_order_mark_is_ignored(tmp_path, tokenizer):
     made, file = copy.deepcopy(tokenizer), tmp_path / "chat.jinja"
     file.write_bytes(b"\xef\xbb\xbf{{ messages }}")
     set_template(made, file, ModelConfig(name_or_path="MODEL"))

@@ -1,4 +1,4 @@
-"""Packed rows give the loss and gradient of their examples alone, however ranks share them."""
+"""Packed rows give the loss and gradient of their examples, for any division over ranks."""
 
 import itertools
 import json
@@ -48,7 +48,7 @@ def dataset(tokenizer, folder, *, packing):
 
 
 def reference(model, tokenizer):
-    """Each example alone, its answer's tokens picked by hand: sums, counts and the gradient."""
+    """Runs each example alone and picks its answer's tokens by hand: sums, counts, the gradient."""
     model.zero_grad()
     total, count = torch.zeros((), dtype=torch.float64), 0
     for pair in PAIRS:
@@ -70,7 +70,7 @@ def gradient_of(model):
 @pytest.mark.short(3)
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "unpacked"])
 @pytest.mark.parametrize("world_size", [1, 2, 8])
-def test_any_split_of_a_step_gives_the_gradient_of_its_examples_alone(
+def test_any_split_of_a_step_gives_the_gradient_of_its_separate_examples(
     model, tokenizer, packing, world_size, tmp_path
 ):
     loss, gradient = reference(model, tokenizer)

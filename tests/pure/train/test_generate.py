@@ -1,4 +1,4 @@
-"""Going on from tokens: what is drawn, and what of the process it leaves alone."""
+"""Generating from tokens: sampling, and the process state that it does not change."""
 
 import copy
 import json
@@ -19,7 +19,7 @@ TOKENIZER: Any = SimpleNamespace(pad_token_id=0)
 
 
 class Letters:
-    """A tokenizer with a token a letter."""
+    """A tokenizer with one token per letter."""
 
     pad_token_id, bos_token_id = 0, 1
 
@@ -37,7 +37,7 @@ def model():
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def test_the_most_likely_tokens_leave_the_random_numbers_of_a_run_alone(model):
+def test_greedy_generation_does_not_change_the_random_numbers_of_a_run(model):
     torch.manual_seed(5)
     before = torch.get_rng_state()
     (new,) = Sampler(model, TOKENIZER, SamplingSettings(temperature=0)).continued([[1, 2, 3]], 4)
@@ -45,7 +45,7 @@ def test_the_most_likely_tokens_leave_the_random_numbers_of_a_run_alone(model):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_model_older_than_the_checkpoints_of_its_run_is_told(tmp_path, caplog):
+def test_a_model_older_than_the_checkpoints_of_its_run_is_reported(tmp_path, caplog):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").touch()
     for saved in (4, 6):
@@ -56,7 +56,7 @@ def test_a_model_older_than_the_checkpoints_of_its_run_is_told(tmp_path, caplog)
     assert "is of step 4; checkpoints of later steps" in caplog.text
 
 
-def test_more_tokens_than_positions_are_told_or_refused(caplog):
+def test_more_tokens_than_positions_are_reported_or_refused(caplog):
     for config in (
         LlamaConfig(**sizes_of(16, 24, 2, layers=1, vocab_size=64, max_position_embeddings=8)),
         GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=8, vocab_size=64, eos_token_id=None),
@@ -64,7 +64,7 @@ def test_more_tokens_than_positions_are_told_or_refused(caplog):
         sampler = Sampler(
             AutoModelForCausalLM.from_config(config).eval(), Letters(), SamplingSettings(9)
         )
-        if config.model_type == "llama":  # it turns positions by any angle
+        if config.model_type == "llama":  # rotary positions have no limit
             assert sampler.samples(["abc"])
             assert "positions for only 5 of 9 new tokens" in caplog.text
         else:
@@ -73,14 +73,14 @@ def test_more_tokens_than_positions_are_told_or_refused(caplog):
 
 
 class Begun(Letters):
-    """A tokenizer that begins and ends every text."""
+    """A tokenizer that adds start and end tokens to every text."""
 
     def __call__(self, text, *, add_special_tokens=True, **_):
         ids = super().__call__(text)["input_ids"]
         return {"input_ids": [1, *ids, 2] if add_special_tokens else ids}
 
 
-def test_a_text_is_continued_after_the_start_tokens_of_its_tokenizer_also_if_it_is_cut(model):
+def test_a_prompt_begins_with_the_start_tokens_even_if_it_is_cut(model):
     seen = []
     sampler = Sampler(
         model, Begun(), SamplingSettings(1, 0), [lambda ids, scores: seen.extend(ids) or scores]
@@ -92,7 +92,7 @@ def test_a_text_is_continued_after_the_start_tokens_of_its_tokenizer_also_if_it_
 
 
 @pytest.mark.parametrize("temperature", [0, 0.7])
-def test_weights_that_are_no_numbers_write_no_text(model, temperature):
+def test_nan_weights_generate_no_text(model, temperature):
     broken = copy.deepcopy(model)
     broken.lm_head.weight.data[3, 0] = float("nan")
     sampler = Sampler(broken, TOKENIZER, SamplingSettings(temperature=temperature))
@@ -100,7 +100,7 @@ def test_weights_that_are_no_numbers_write_no_text(model, temperature):
         sampler.continued([[1, 2, 3]], 4)
 
 
-def test_a_temperature_next_to_zero_takes_the_most_likely_tokens(model):
+def test_a_temperature_near_zero_takes_the_most_likely_tokens(model):
     first, second = (
         Sampler(model, TOKENIZER, SamplingSettings(temperature=t)).continued([[1, 2, 3]], 4)
         for t in (0, 1e-320)
@@ -135,7 +135,7 @@ def test_a_launcher_with_another_number_of_ranks_is_refused(monkeypatch):
         carry_out(TOKENIZER, 3)
 
 
-def test_drawn_tokens_follow_from_the_seed(model):
+def test_sampled_tokens_depend_only_on_the_seed(model):
     def drawn(seed):
         settings = SamplingSettings(temperature=2.0, seed=seed)
         return Sampler(model, TOKENIZER, settings).continued([[1]], 8)[0]
@@ -152,7 +152,7 @@ def test_processors_change_the_scores_of_every_token(model):
 
 
 def test_rows_of_a_batch_end_where_each_alone_would(model):
-    """The row that ends first is padded behind its end, which is no part of it."""
+    """The row that ends first is padded, and the padding is not part of it."""
 
     def ends_row_one(ids, scores):
         wanted = torch.where(ids[:, :1] == 1, 9, 8)  # 9 ends a text
@@ -190,7 +190,7 @@ def test_many_prompts_are_counted_while_they_are_sampled(model, monkeypatch, cap
     assert len(caplog.messages) == 2
 
 
-def test_what_a_folder_says_of_sampling_changes_nothing_that_was_not_asked_for(caplog):
+def test_sampling_settings_of_a_folder_are_ignored(caplog):
     drawn = SamplingSettings(temperature=0.5).arguments()
     assert drawn == {
         "do_sample": True,

@@ -1,4 +1,4 @@
-"""Learning rates against transformers' own schedulers."""
+"""Learning rates compared with transformers' schedulers."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from fullshard.run.optim import Schedule, plan_steps, warmup_steps
 @pytest.mark.parametrize("kind", list(LrSchedule))
 @pytest.mark.parametrize(("num_warmup", "num_steps"), [(0, 1), (0, 10), (4, 10), (10, 10), (12, 9)])
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_schedule_is_that_of_transformers(kind, num_warmup, num_steps):
+def test_the_schedule_equals_that_of_transformers(kind, num_warmup, num_steps):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
     theirs = get_scheduler(kind.value, optimizer, num_warmup, num_steps)
     ours = Schedule(kind, 3e-4, num_warmup, num_steps)

@@ -1,4 +1,4 @@
-"""Model configurations: every key is known, every fault is said before a rank starts."""
+"""Model configurations: every key is known, and every fault is an error before a rank starts."""
 
 import json
 from types import SimpleNamespace
@@ -122,7 +122,7 @@ def test_vocabulary_that_is_too_small_is_refused():
         ),
     ],
 )
-def test_a_length_that_nobody_set_is_fitted_to_the_models_and_a_set_one_is_checked(
+def test_a_default_length_is_fitted_to_the_model_and_a_given_one_is_checked(
     tmp_path, caplog, name, teacher_positions, words, expected
 ):
     positions = {"model": 64, "teacher": teacher_positions}
@@ -147,7 +147,7 @@ def test_a_length_that_nobody_set_is_fitted_to_the_models_and_a_set_one_is_check
     assert caplog.messages == ([said] if whose else [])
 
 
-def test_hub_name_that_is_no_folder_says_that_nothing_is_downloaded(tmp_path):
+def test_a_hub_name_is_answered_that_models_are_not_downloaded(tmp_path):
     (tmp_path / "llama-small").mkdir()
     with pytest.raises(ConfigError, match=r"Did you mean '.*llama-small'\? Nothing is downloaded"):
         check_model_folder(tmp_path / "llamma-small")
@@ -206,7 +206,7 @@ def test_weights_of_a_folder_are_loaded_in_the_master_dtype(tmp_path):
     torch.testing.assert_close(weight, saved.get_parameter("lm_head.weight").float())
 
 
-def test_freeze_takes_the_gradient_from_what_matches():
+def test_freeze_turns_gradients_of_matching_parameters_off():
     model = build_on_meta(config_from_settings(SETTINGS))
     assert freeze(model, ["model.embed_tokens.*", "*.mlp.*"]) == 4
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -239,11 +239,11 @@ def test_weights_that_their_config_calls_quantized_or_adapted_are_refused(tmp_pa
     saved_with(tmp_path, {})
     config = load_config([read_job()], [f"{section}={tmp_path}"]).config
     check_weights(config)
-    adapters = tmp_path / "adapter_config.json"  # transformers would add them to the weights
+    adapters = tmp_path / "adapter_config.json"  # transformers would merge them
     adapters.write_text('{"peft_type": "LORA"}')
     with pytest.raises(ConfigError, match=rf"{section}.name_or_path: .* with {adapters.name}"):
         check_weights(config)
-    (tmp_path / "model.safetensors").rename(tmp_path / "kept")  # a folder of adapters alone
+    (tmp_path / "model.safetensors").rename(tmp_path / "kept")  # a folder of only adapters
     with pytest.raises(ConfigError, match=rf"{section}.name_or_path: .* with {adapters.name}"):
         check_weights(config)
     (tmp_path / "kept").rename(tmp_path / "model.safetensors")
@@ -256,7 +256,7 @@ def test_weights_that_their_config_calls_quantized_or_adapted_are_refused(tmp_pa
     assert str(path) in str(caught.value)
 
 
-def test_weights_that_the_files_lack_are_never_drawn_at_random(tmp_path):
+def test_weights_that_the_files_lack_are_never_initialised_randomly(tmp_path):
     with pytest.raises(ConfigError, match=r"lack model\.layers\.1\.\S+, .* and 6 more") as caught:
         saved_with(tmp_path, {"num_hidden_layers": 2})
     assert str(tmp_path) in str(caught.value)
@@ -269,7 +269,7 @@ def test_weights_that_the_files_lack_are_never_drawn_at_random(tmp_path):
         ({"": torch.ones(16).to(torch.float8_e4m3fn), "_scale_inv": torch.ones(1)}, "_scale_inv"),
     ],
 )
-def test_codes_are_never_taken_for_weights(tmp_path, codes, said):
+def test_quantized_codes_are_never_read_as_weights(tmp_path, codes, said):
     saved_with(tmp_path, {})
     file = tmp_path / "model.safetensors"
     codes = {f"model.norm.weight{end}": tensor for end, tensor in codes.items()}
@@ -279,7 +279,7 @@ def test_codes_are_never_taken_for_weights(tmp_path, codes, said):
         build_model(found, tmp_path, torch.float32, 0)
 
 
-def test_tied_weights_are_not_missed_and_unused_ones_are_named(tmp_path, caplog):
+def test_tied_weights_may_be_absent_and_unused_ones_are_named(tmp_path, caplog):
     change = {"num_hidden_layers": 1}
     model = saved_with(tmp_path, change, num_hidden_layers=2, tie_word_embeddings=True)
     assert model.get_parameter("model.layers.0.mlp.up_proj.weight").shape == (32, 16)
@@ -310,11 +310,11 @@ def test_a_folder_that_cannot_generate_is_one_typed_error(tmp_path, file, change
     with pytest.raises(ConfigError, match=said):
         generate(Request(tmp_path, ("some",), SamplingSettings(2)))
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="FOLDER: "):  # never from random weights
+    with pytest.raises(ConfigError, match="FOLDER: "):  # never generates from random weights
         generate(Request(tmp_path, ("some",), SamplingSettings(2)), is_sharded=True)
     (tmp_path / "config.json").write_text(config.to_json_string())
     (tmp_path / "generation_config.json").unlink()
-    (tmp_path / "model.safetensors").mkdir()  # transformers would say that there is none
+    (tmp_path / "model.safetensors").mkdir()  # transformers would report that it is missing
     with pytest.raises(ConfigError, match="Is a directory"):
         generate(Request(tmp_path, ("some",), SamplingSettings(2)))
 
@@ -340,7 +340,7 @@ def test_a_model_that_reads_what_it_predicts_is_refused(tmp_path):
         config_from_settings({"model_type": "xlnet"})
 
 
-def test_a_prompt_longer_than_the_model_is_cut_and_no_text_or_seed_is_a_raw_error(tmp_path, caplog):
+def test_a_prompt_longer_than_the_model_is_cut_and_bad_ones_are_typed_errors(tmp_path, caplog):
     tokenizer = train_tokenizer(["some text"], 270)
     config = config_from_settings(
         {"model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_positions": 16}
@@ -356,16 +356,16 @@ def test_a_prompt_longer_than_the_model_is_cut_and_no_text_or_seed_is_a_raw_erro
         SamplingSettings(seed=1 << 70)
 
 
-def test_docstrings_that_are_gone_are_named(monkeypatch):
-    """transformers reads them when it builds a model, and names the configuration."""
+def test_missing_docstrings_are_named(monkeypatch):
+    """transformers needs docstrings to build a model; its error names the configuration."""
     flags = SimpleNamespace(optimize=2)
     monkeypatch.setattr("fullshard.models.config.sys", SimpleNamespace(flags=flags))
     with pytest.raises(ConfigError, match=r"PYTHONOPTIMIZE: expected at most 1, .* got 2"):
         quiet_libraries()
 
 
-def test_a_library_that_cannot_be_mapped_is_no_mistake_in_a_configuration(monkeypatch):
-    """transformers imports late: under `ulimit -v` the error said that it cannot build a Llama."""
+def test_a_library_that_cannot_be_mapped_is_no_configuration_error(monkeypatch):
+    """transformers imports late; under `ulimit -v` its error said that it cannot build a Llama."""
 
     def build(*_, **__):
         raise ImportError("libx.so: failed to map segment from shared object")

@@ -1,4 +1,4 @@
-"""Hold-out, joining and cutting into sequences."""
+"""Holding out, joining and cutting into sequences."""
 
 import itertools
 import json
@@ -28,7 +28,7 @@ texts = st.text(alphabet="ab\n", min_size=1, max_size=40)
 
 
 def held_out(folder, kind, fraction, *contents):
-    """What is trained on and what is held out of files, file by file."""
+    """Returns trained and held-out text of each file."""
     files = []
     for number, content in enumerate(contents):
         files.append(folder / f"{number:02}")
@@ -63,7 +63,7 @@ def test_records_stay_whole_and_at_least_one_is_on_each_side(tmp_path, count, fr
     assert rest
 
 
-def test_no_fraction_holds_nothing_out(tmp_path):
+def test_a_fraction_of_zero_holds_out_no_text(tmp_path):
     assert held_out(tmp_path, FileKind.JSONL, 0.0, "1\n", "2\n") == [["1\n", "2\n"], []]
 
 
@@ -71,7 +71,7 @@ def test_a_single_record_is_trained_on(tmp_path):
     assert held_out(tmp_path, FileKind.JSONL, 0.1, '{"text": "a"}') == [['{"text": "a"}'], []]
 
 
-def test_sequences_are_the_stream_of_all_files_and_the_rest_is_dropped(tmp_path):
+def test_sequences_are_cut_from_the_joined_files_and_the_rest_is_dropped(tmp_path):
     files = []
     for name, tokens in (("a", [1, 2, 3]), ("b", []), ("c", [4, 5]), ("d", [6, 7, 8])):
         files.append(tmp_path / f"{name}.npy")
@@ -103,7 +103,7 @@ def test_token_dtype_is_the_smallest_that_holds_every_id(vocab_size, dtype):
     assert token_dtype(vocab_size).type(vocab_size - 1) == vocab_size - 1
 
 
-def test_tokenizer_gives_back_any_text_and_keeps_to_its_size(tmp_path):
+def test_the_tokenizer_decodes_any_text_and_keeps_its_size(tmp_path):
     text = seeded_text(200)
     tokenizer = train_tokenizer([text], 300)
     assert len(tokenizer) == 300
@@ -155,7 +155,7 @@ def test_text_is_read_in_pieces_and_a_character_is_never_cut(tmp_path, monkeypat
     assert "".join(read_text(span.part(len(middle), span.stop))) == text[30:]
 
 
-def test_lines_of_a_span_are_those_that_begin_in_it(tmp_path):
+def test_a_span_contains_the_lines_that_begin_in_it(tmp_path):
     lines = [f'{{"n": {number}}}\n' for number in range(30)]
     (tmp_path / "a.jsonl").write_text("".join(lines))
     (span,) = Corpus(tmp_path, (tmp_path / "a.jsonl",), FileKind.JSONL).spans()

@@ -1,4 +1,4 @@
-"""What a run goes on from, by what lies in its folder; how a kept batch is divided anew."""
+"""What a run resumes from, given its folder, and how a kept batch size is divided again."""
 
 import json
 import logging
@@ -50,7 +50,7 @@ POSITION = {"global_batch": 6}
 
 
 def checkpoint(path, position=POSITION, **texts):
-    """A real one, without tensors."""
+    """Writes a real checkpoint without tensors."""
     place = claim(path)
     join(place, 0)
     report(place, 0, [])
@@ -59,7 +59,7 @@ def checkpoint(path, position=POSITION, **texts):
     conclude(place, 1, Documents(step, {"state.json": json.dumps(state), **texts}, {}))
 
 
-def test_a_run_that_began_from_a_path_keeps_it_until_it_has_a_checkpoint(tmp_path):
+def test_a_run_started_from_a_path_keeps_it_until_its_first_checkpoint(tmp_path):
     named = Resume(tmp_path / "other", 6, required=True)
     folder = run_folder(tmp_path / "run", resume=named.as_json())
     found = own_resume(folder)
@@ -72,7 +72,7 @@ def test_a_run_that_began_from_a_path_keeps_it_until_it_has_a_checkpoint(tmp_pat
     assert own_resume(folder) == Resume(folder.checkpoints, 6, in_place=True)
 
 
-def test_the_batch_is_kept_when_a_rank_never_came_to_say_it(tmp_path):
+def test_the_batch_size_is_kept_if_no_rank_recorded_it(tmp_path):
     before = Resume(None, 12, in_place=True)
     folder = run_folder(tmp_path / "run", planned={}, resume=before.as_json())
     assert own_resume(folder).global_batch == 12
@@ -80,7 +80,7 @@ def test_the_batch_is_kept_when_a_rank_never_came_to_say_it(tmp_path):
     assert own_resume(folder).global_batch == 8
 
 
-def test_a_path_tells_its_batch_and_one_without_a_checkpoint_is_an_error(tmp_path):
+def test_a_path_defines_the_batch_size_and_needs_a_checkpoint(tmp_path):
     checkpoint(tmp_path / "step-00000003")
     found = find_resume(str(tmp_path), tmp_path / "run")
     assert (found.global_batch, found.required, found.in_place) == (6, True, False)
@@ -90,7 +90,7 @@ def test_a_path_tells_its_batch_and_one_without_a_checkpoint_is_an_error(tmp_pat
 
 @pytest.mark.parametrize("status", ["failed", "finished"])
 @pytest.mark.parametrize("there", ["a link to a disk that is away", "a file"])
-def test_a_run_whose_checkpoints_are_not_reached_does_not_start_again(tmp_path, there, status):
+def test_a_run_with_unreachable_checkpoints_does_not_start_again(tmp_path, there, status):
     folder = run_folder(tmp_path / "run", status=status)
     if there == "a file":
         folder.checkpoints.touch()
@@ -102,7 +102,7 @@ def test_a_run_whose_checkpoints_are_not_reached_does_not_start_again(tmp_path, 
 
 
 @pytest.mark.parametrize("position", [None, {}, {"step": 3}])
-def test_a_path_whose_checkpoint_tells_no_batch_takes_that_of_the_configuration(tmp_path, position):
+def test_a_checkpoint_without_a_batch_size_uses_that_of_the_configuration(tmp_path, position):
     checkpoint(tmp_path / "step-00000003", position)
     found = find_resume(str(tmp_path), tmp_path / "run")
     assert (found.path, found.global_batch, found.required) == (tmp_path.resolve(), None, True)
@@ -112,7 +112,7 @@ def test_a_path_whose_checkpoint_tells_no_batch_takes_that_of_the_configuration(
     ("status", "asked", "expected"),
     [("failed", 5, True), ("interrupted", 5, True), ("finished", 5, False), ("finished", 9, True)],
 )
-def test_an_unfinished_run_goes_on_and_a_finished_one_for_more_steps(
+def test_unfinished_runs_resume_and_finished_ones_only_for_more_steps(
     tmp_path, status, asked, expected
 ):
     folder = run_folder(tmp_path / "run", status=status, measured={"num_steps": 5})
@@ -125,16 +125,16 @@ def test_an_unfinished_run_goes_on_and_a_finished_one_for_more_steps(
 
 @pytest.mark.parametrize("status", ["failed", "finished"])
 @pytest.mark.parametrize("began_from", [None, "another run"])
-def test_a_run_whose_saved_checkpoints_are_gone_does_not_start_again(tmp_path, status, began_from):
+def test_a_run_with_deleted_checkpoints_does_not_start_again(tmp_path, status, began_from):
     checkpoint(tmp_path / "other" / "step-00000003")
     first = Resume(began_from and tmp_path / "other", required=bool(began_from))
     record = {"status": status, "measured": {"num_steps": 5}, "resume": first.as_json()}
     folder = run_folder(tmp_path / "run", **record, last_saved_step=5)
-    folder.checkpoints.mkdir()  # the mount point of a disk that is away
+    folder.checkpoints.mkdir()  # the mount point of an absent disk
     resume = find_resume("auto", folder.path)
     with pytest.raises(CheckpointError, match="the run's own checkpoints, of steps up to 5, in"):
         continues(resume, folder.path, 9)
-    if status == "finished":  # no more steps are asked for: it is moved aside
+    if status == "finished":  # without additional steps the run is moved aside
         assert continues(resume, folder.path, 5) is False
     checkpoint(folder.checkpoints / "step-00000004")
     assert continues(find_resume("auto", folder.path), folder.path, 9)
@@ -160,14 +160,14 @@ def test_a_finished_run_without_a_checkpoint_is_not_trained_over(tmp_path, statu
         ("a/b",) * 2,
     ],
 )
-def test_resume_from_checkpoint_is_read_as_people_write_it(written, found):
+def test_resume_from_checkpoint_accepts_common_spellings(written, found):
     assert TrainingConfig(resume_from_checkpoint=written).resume_from_checkpoint == found
 
 
 @pytest.mark.parametrize(
     ("trained", "key"), [({"data": "b"}, "data.path"), ({"data": "a", "seed": 2}, "training.seed")]
 )
-def test_a_checkpoint_of_another_run_is_not_resumed_in_place_of_the_own(
+def test_a_checkpoint_of_another_run_is_not_resumed_instead_of_the_runs_own(
     tmp_path, caplog, trained, key
 ):
     order = SampleOrder(60, BatchShape(4, 1, 1), seed=1)
@@ -176,20 +176,20 @@ def test_a_checkpoint_of_another_run_is_not_resumed_in_place_of_the_own(
     for position in (None, {}, {"data": "a", "seed": 1}):
         check_data(own, position, steps)
     with caplog.at_level(logging.INFO):
-        check_data(replace(own, required=True), trained, steps)  # it may have had other data
+        check_data(replace(own, required=True), trained, steps)  # it may have used other data
     told = f"the {key.split('.')[0].replace('training', 'seed')} of the new run is not that of"
     assert caplog.messages == [f"{told} '{tmp_path}'"]
     with pytest.raises(ConfigError, match=f"^{key}: expected"):
         check_data(own, trained, steps)
 
 
-def test_a_run_without_its_configuration_has_that_of_its_checkpoint(tmp_path):
+def test_a_run_without_a_configuration_file_uses_that_of_its_checkpoint(tmp_path):
     folder, began = run_folder(tmp_path / "run"), tmp_path / "other"
     own, other = load_config(None), load_config(None, ["freeze=[lm_head.*]"])
     checkpoint(folder.checkpoints / "step-00000003", **{"config.yaml": own.to_yaml()})
     checkpoint(began / "step-00000003", **{"config.yaml": own.to_yaml()})
     check_same(own, folder.path, folder.checkpoints)
-    check_same(other, folder.path, began)  # of another run, which may have other settings
+    check_same(other, folder.path, began)  # from another run, which may have other settings
     with pytest.raises(ConfigError, match=r"^freeze: expected the value of the run that resumes"):
         check_same(other, folder.path, folder.checkpoints)
     checkpoint(folder.checkpoints / "step-00000004")  # saved by an earlier version
@@ -220,7 +220,7 @@ def test_a_checkpoint_that_was_copied_from_another_run_is_told(tmp_path, caplog)
     assert len(caplog.messages) == 1
 
 
-def test_weights_that_would_fit_another_model_or_tokenizer_are_not_taken(tmp_path, caplog):
+def test_weights_for_another_model_or_tokenizer_are_refused(tmp_path, caplog):
     before = LlamaConfig(hidden_size=64)
     texts = {"config.json": before.to_json_string()}
     texts["tokenizer.json"] = numbers_tokenizer(9).backend_tokenizer.to_str()
@@ -229,7 +229,7 @@ def test_weights_that_would_fit_another_model_or_tokenizer_are_not_taken(tmp_pat
     kept, learned = numbers_tokenizer(9), numbers_tokenizer(8)
     same = LlamaConfig(hidden_size=64, use_cache=False, bos_token_id=7)
     check_model(own, found, same, learned)
-    other = LlamaConfig(hidden_size=64, rms_norm_eps=0.5)  # the default is in no config.json
+    other = LlamaConfig(hidden_size=64, rms_norm_eps=0.5)  # the default is not in config.json
     with caplog.at_level(logging.INFO):
         check_model(replace(own, required=True), found, other, kept)
     assert caplog.messages[0].endswith("the checkpoint's: 'rms_norm_eps' 1e-06 -> 0.5")
@@ -269,15 +269,15 @@ def test_settings_that_give_the_same_weights_another_meaning_are_named(tmp_path,
 
 
 @pytest.mark.parametrize("kind", [Mamba2Config, DbrxConfig])
-def test_a_configuration_that_does_not_come_back_as_it_was_is_resumed(tmp_path, kind):
-    config = kind()  # one has an infinite number, the other loses nested defaults
+def test_a_configuration_that_does_not_survive_a_round_trip_is_resumed(tmp_path, kind):
+    config = kind()  # one contains infinity, the other loses nested defaults
     checkpoint(tmp_path / "step-00000003", **{"config.json": config.to_json_string()})
     found, own = newest_complete(tmp_path), Resume(tmp_path, 6, in_place=True)
     check_model(own, found, config, numbers_tokenizer(9))
 
 
 @given(st.integers(1, 24), st.integers(1, 5), st.integers(1, 5), st.integers(0, 3))
-def test_a_kept_batch_has_each_sample_once_whatever_divides_it(batch, per_device, ranks, step):
+def test_a_kept_batch_has_each_sample_once_for_any_division(batch, per_device, ranks, step):
     shape = BatchShape.of_batch(batch, per_device, ranks)
     found = SampleOrder(60, shape, seed=1).of_step(step)
     assert found.shape == (shape.accumulation, ranks, shape.per_device)
@@ -292,7 +292,7 @@ def test_a_kept_batch_has_each_sample_once_whatever_divides_it(batch, per_device
 
 
 def test_a_run_cannot_save_its_checkpoints_among_its_own_files(tmp_path):
-    """Its first save waited without end for a lock that the run itself had."""
+    """Its first save would wait forever for a lock that the run itself holds."""
     run, link = tmp_path / "run", tmp_path / "link"
     link.symlink_to(run)
     for place in (run, link):
@@ -301,13 +301,13 @@ def test_a_run_cannot_save_its_checkpoints_among_its_own_files(tmp_path):
     check_checkpoint_dir(str(run / "checkpoints"), Resume(), run)
 
 
-def test_a_teachers_cache_of_other_tokens_is_refused_though_it_is_as_long(tmp_path):
+def test_a_teachers_cache_of_other_tokens_is_refused_even_at_equal_length(tmp_path):
     counts = {"sequence_length": 4, "num_train_sequences": 2, "num_held_out_sequences": 0}
     counts |= {"num_train_tokens": 8, "num_held_out_tokens": 0, "num_dropped_tokens": 0}
     facts = DatasetFacts("a.txt", **counts, vocab_size=300, baseline=None, prompt="")
     made = [replace(facts, fingerprint=checksum_of(np.arange(8) + i)) for i in range(2)]
     TopK.create(tmp_path, [4, 4], 2)
-    padded = torch.arange(4.0).expand(4, 4)  # the teacher has one entry more than the tokenizer
+    padded = torch.arange(4.0).expand(4, 4)  # the teacher has one more entry than the tokenizer
     TopK.load(tmp_path, "r+").put(1, padded, torch.clone, 3, 3)
     assert TopK.load(tmp_path, "r+").ids[4:].tolist() == [[2, 1]] * 4
     for odd in (float("nan"), 7e4):
@@ -325,7 +325,7 @@ def test_a_teachers_cache_of_other_tokens_is_refused_though_it_is_as_long(tmp_pa
     with pytest.raises(ConfigError, match=r"cache\.json: expected schema_version 1 or older"):
         check_facts(tmp_path, made[0])
     (tmp_path / "cache.json").write_text(json.dumps(told))
-    for name in ("values.npy", "ids.npy"):  # of the same bytes
+    for name in ("values.npy", "ids.npy"):  # with equal bytes
         np.save(tmp_path / name, np.load(tmp_path / name).reshape(-1, 4))
     with pytest.raises(DataError, match="expected the arrays that were written, got others"):
         check_facts(tmp_path, made[0])
@@ -347,7 +347,7 @@ def test_a_teachers_cache_of_other_tokens_is_refused_though_it_is_as_long(tmp_pa
         check_facts(tmp_path, made[0])
 
 
-def test_a_cache_that_is_written_again_stays_whole_for_its_readers_until_it_is(tmp_path):
+def test_a_cache_stays_complete_for_readers_until_it_is_rewritten(tmp_path):
     counts = {"sequence_length": 4, "num_train_sequences": 2, "num_held_out_sequences": 0}
     counts |= {"num_train_tokens": 8, "num_held_out_tokens": 0, "num_dropped_tokens": 0}
     facts = DatasetFacts("a.txt", **counts, vocab_size=300, baseline=None, prompt="")
@@ -368,12 +368,12 @@ def test_a_cache_that_is_written_again_stays_whole_for_its_readers_until_it_is(t
     write(3.0, whole=True)
     check_facts(tmp_path, facts)
     assert TopK.load(tmp_path).values.min() == 3.0
-    assert (before.values == 1.0).all()  # of a run that learns from it
+    assert (before.values == 1.0).all()  # a run that learns from it
     names = {"values.npy", "ids.npy", "bounds.npy", "cache.json"}
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
-def test_a_sample_tells_a_teachers_weights_or_the_cache_that_is_learned_from(tmp_path):
+def test_a_sample_detects_changed_weights_or_caches_of_a_teacher(tmp_path):
     teacher, cache = tmp_path / "teacher", tmp_path / "cache"
     for file in (
         teacher / "config.json",
@@ -395,7 +395,7 @@ def test_a_sample_tells_a_teachers_weights_or_the_cache_that_is_learned_from(tmp
     assert sample_of_teacher(cached) == before[1]
     (teacher / "model.safetensors").write_bytes(b"0" * 9000)
     assert sample_of_teacher(config) == before[0]
-    (teacher / "config.json").write_bytes(b"1")  # another forward of the same weights
+    (teacher / "config.json").write_bytes(b"1")  # a different forward of equal weights
     assert sample_of_teacher(config) != before[0]
     (cache / "cache.json").write_bytes(b"1" * 9000)
     assert sample_of_teacher(cached) != before[1]

@@ -1,4 +1,4 @@
-"""A run's folder: never overwritten, never shared, always with a reason for its end."""
+"""A run's folder is never overwritten or shared, and always records why the run ended."""
 
 import contextlib
 import errno
@@ -45,12 +45,12 @@ def finish(folder):
 
 
 def make(place, **how):
-    """A run that has begun and whose process has ended."""
+    """Creates a run whose process has ended."""
     with begin(place, "train", **how) as made:
         return made
 
 
-def test_a_save_that_failed_is_no_saved_step(tmp_path):
+def test_a_failed_save_is_not_a_saved_step(tmp_path):
     def fails():
         raise CheckpointError("disk: it is full")
 
@@ -75,7 +75,7 @@ def test_a_save_that_failed_is_no_saved_step(tmp_path):
 
 
 def in_another_process(code, *args):
-    """Python that holds or takes a folder; it prints a line when it has got that far."""
+    """Runs Python that holds or takes a folder, and prints a line when it has."""
     words = [sys.executable, "-c", code, *map(str, args)]
     return subprocess.Popen(words, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
 
@@ -117,7 +117,7 @@ def test_older_runs_are_moved_to_the_first_free_number(tmp_path):
     assert RunFolder(place).read_record()["number"] == 2
 
 
-def test_older_run_behind_a_link_is_moved_and_the_link_stays(tmp_path):
+def test_an_older_run_behind_a_link_is_moved_and_the_link_stays(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "train").symlink_to(tmp_path / "disk")
     for number in range(2):
@@ -137,7 +137,7 @@ def test_older_run_around_the_working_directory_is_not_moved(tmp_path, monkeypat
     assert [entry.name for entry in tmp_path.iterdir()] == ["train"]
 
 
-def test_run_does_not_write_into_the_record_of_the_run_that_took_its_place(tmp_path, caplog):
+def test_a_run_does_not_write_into_the_record_of_its_successor(tmp_path, caplog):
     folder, _ = make(tmp_path / "train")
     folder.path.rename(tmp_path / "moved")
     with begin(tmp_path / "train", "sft") as (other, _):
@@ -149,7 +149,7 @@ def test_run_does_not_write_into_the_record_of_the_run_that_took_its_place(tmp_p
     assert "another run uses its path" in caplog.text
 
 
-def test_run_that_is_still_going_on_is_left_alone(tmp_path):
+def test_an_active_run_is_not_changed(tmp_path):
     with begin(tmp_path / "train", "train") as (folder, _):
         before = folder.record.read_bytes()
         for continues in (False, True):
@@ -160,7 +160,7 @@ def test_run_that_is_still_going_on_is_left_alone(tmp_path):
         assert folder.record.read_bytes() == before
 
 
-def test_a_lock_that_cannot_be_opened_is_said(tmp_path):
+def test_a_lock_that_cannot_be_opened_is_an_error(tmp_path):
     folder, _ = make(tmp_path / "train")
     finish(folder)
     (folder.path / run_lock.LOCK).unlink()
@@ -170,7 +170,7 @@ def test_a_lock_that_cannot_be_opened_is_said(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["a link", "a pipe"])
-def test_a_lock_that_is_no_file_is_refused_and_left_alone(tmp_path, kind):
+def test_a_lock_that_is_no_file_is_refused_and_not_changed(tmp_path, kind):
     folder, _ = make(tmp_path / "train")
     finish(folder)
     lock, notes = folder.path / run_lock.LOCK, tmp_path / "notes"
@@ -185,7 +185,7 @@ def test_a_lock_that_is_no_file_is_refused_and_left_alone(tmp_path, kind):
 
 @pytest.mark.parametrize("after", [EvalRow(2, 2.0), SaveRow(2, 0.1)])
 @pytest.mark.parametrize("there", ["nothing", "another run", "a file"])
-def test_a_run_whose_folder_went_away_says_so(tmp_path, there, after):
+def test_a_run_whose_folder_disappeared_reports_it(tmp_path, there, after):
     folder, _ = make(tmp_path / "train")
     writer = MetricsWriter(folder.metrics)
     writer.write(EvalRow(1, 2.0))
@@ -201,7 +201,7 @@ def test_a_run_whose_folder_went_away_says_so(tmp_path, there, after):
 
 @pytest.mark.short(2)
 @pytest.mark.parametrize("older", ["none", "unfinished", "finished"])
-def test_of_two_starts_at_the_same_time_one_is_refused(tmp_path, older):
+def test_one_of_two_simultaneous_starts_is_refused(tmp_path, older):
     place = tmp_path / "train"
     if older != "none":
         folder, _ = make(place)
@@ -220,32 +220,32 @@ def test_of_two_starts_at_the_same_time_one_is_refused(tmp_path, older):
     assert ends == [0, 0, 0]
 
 
-def test_a_lock_that_somebody_removes_still_holds(tmp_path):
+def test_a_removed_lock_still_protects_the_run(tmp_path):
     holder = in_another_process(HOLD, tmp_path / "train")
     holder.stdin.write("go\n")
     holder.stdin.flush()
     assert holder.stdout.readline() == "held\n"
     (tmp_path / "train" / run_lock.LOCK).unlink()
-    for _ in range(2):  # the first leaves a lock of its own there
+    for _ in range(2):  # the first leaves its own lock there
         assert run_lock.is_held(tmp_path / "train")
         with pytest.raises(ConfigError, match="whose run is still active"):
             make(tmp_path / "train", continues=True)
-    RunFolder(tmp_path / "train").update_record(status="running")  # ranks still write
+    RunFolder(tmp_path / "train").update_record(status="running")  # ranks are still writing
     holder.communicate("end\n")
     assert not run_lock.is_held(tmp_path / "train")
     make(tmp_path / "train", continues=True)
 
 
-def test_two_looks_at_a_folder_do_not_take_one_another_for_its_run(tmp_path):
+def test_two_readers_of_a_folder_do_not_mistake_each_other_for_its_run(tmp_path):
     place = make(tmp_path / "train")[0].path
     for path in (place, place / run_lock.LOCK):
         descriptor = os.open(path, os.O_RDONLY)
-        fcntl.flock(descriptor, fcntl.LOCK_SH)  # as `is_held` of another process
+        fcntl.flock(descriptor, fcntl.LOCK_SH)  # like `is_held` of another process
         assert not run_lock.is_held(place)
         os.close(descriptor)
 
 
-def test_a_record_that_somebody_removed_is_not_written_in_part(tmp_path):
+def test_a_removed_record_is_not_rewritten_in_part(tmp_path):
     folder = make(tmp_path / "train")[0]
     folder.record.unlink()
     with pytest.raises(ConfigError, match=r"a run's folder with run\.json"):
@@ -253,7 +253,7 @@ def test_a_record_that_somebody_removed_is_not_written_in_part(tmp_path):
     assert not folder.record.exists()
 
 
-def test_run_whose_process_was_killed_is_free_at_once(tmp_path):
+def test_the_folder_of_a_killed_run_is_free_at_once(tmp_path):
     holder = in_another_process(HOLD, tmp_path / "train")
     holder.stdin.write("go\n")
     holder.stdin.flush()
@@ -276,7 +276,7 @@ def test_report_of_a_folder_without_a_run_writes_nothing_there(tmp_path):
 
 @pytest.mark.parametrize("alive", [True, False])
 def test_run_of_another_host_is_alive_while_its_lock_is_touched(tmp_path, monkeypatch, alive):
-    """Where the file system carries no locks between hosts, its beats do."""
+    """If the file system does not share locks between hosts, heartbeats do."""
     monkeypatch.setattr(run_lock, "BEAT_S", 0.1)
     monkeypatch.setattr(run_lock, "WATCH_S", 0.5)
     folder, _ = make(tmp_path / "train")
@@ -311,7 +311,7 @@ def test_full_disk_is_recorded_as_the_reason(tmp_path, monkeypatch):
     assert {entry.name for entry in folder.path.iterdir()} == {".lock", "logs", "run.json"}
 
 
-def test_a_disk_that_is_full_from_the_start_is_the_reason_that_is_told(tmp_path, monkeypatch):
+def test_a_disk_that_is_full_from_the_start_is_the_reported_reason(tmp_path, monkeypatch):
     def full(self, *_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
 
@@ -355,7 +355,7 @@ MADE = "output_dir: expected a folder that can be created"
     ],
     ids=range(7),
 )
-def test_a_place_where_no_run_can_be_is_refused_and_left_alone(tmp_path, place, said, start):
+def test_an_unusable_folder_is_refused_and_not_changed(tmp_path, place, said, start):
     (tmp_path / "link").symlink_to("/nowhere/at/all")
     (tmp_path / "file").write_text("work")
     before = sorted(tmp_path.iterdir())
@@ -375,7 +375,7 @@ def test_a_run_begins_where_a_refused_start_left_the_report_of_a_hang(tmp_path):
 
 
 @pytest.mark.parametrize("start", [make, check_output_dir])
-def test_a_full_disk_is_not_called_a_wrong_place(tmp_path, monkeypatch, start):
+def test_a_full_disk_is_not_called_a_wrong_folder(tmp_path, monkeypatch, start):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path))
 
@@ -385,7 +385,7 @@ def test_a_full_disk_is_not_called_a_wrong_place(tmp_path, monkeypatch, start):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_page_says_whether_the_disk_is_full_or_its_place_is_wrong(tmp_path, capsys):
+def test_a_page_error_names_a_full_disk_or_a_wrong_folder(tmp_path, capsys):
     folder, _ = make(tmp_path / "train")
     finish(folder)
     assert run(["report", str(folder.path), "--out", "/dev/full"]) == 3
@@ -404,7 +404,7 @@ def test_report_that_fails_hides_no_other_failure(tmp_path, monkeypatch, caplog)
     assert "report.html could not be written: [Errno 28] No space left" in caplog.text
 
 
-def test_report_of_odd_files_is_typed_or_leaves_them_out(tmp_path):
+def test_a_report_of_odd_files_skips_them_or_raises_a_typed_error(tmp_path):
     record = {"command": "train", "status": "failed", "began": "now", "error": None}
     with pytest.raises(ConfigError, match=r"expected a run's folder with run\.json"):
         RunFolder(tmp_path).read_record()
@@ -432,7 +432,7 @@ def test_report_of_odd_files_is_typed_or_leaves_them_out(tmp_path):
             read(tmp_path)
 
 
-def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path):
+def test_a_file_that_cannot_be_written_completely_stays_unchanged(tmp_path):
     path = tmp_path / "config.yaml"
     write_text(path, "old")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -460,11 +460,11 @@ def test_a_start_leaves_hidden_files_of_others(tmp_path):
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing of ours runs after it."""
+    """Stands for SIGKILL: none of our code runs after it."""
 
 
 @pytest.mark.parametrize("continues", [False, True])
-def test_a_start_killed_at_any_call_leaves_what_a_run_began_from(tmp_path, monkeypatch, continues):
+def test_a_start_killed_at_any_call_keeps_the_initial_checkpoint(tmp_path, monkeypatch, continues):
     kept = {name: getattr(Path, name) for name in ("mkdir", "write_text", "replace", "unlink")}
     fields = {"resume": {"path": "/other", "required": True}, "planned": {"samples_per_step": 8}}
     if continues:

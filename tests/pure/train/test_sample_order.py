@@ -1,4 +1,4 @@
-"""Every sample is seen once an epoch, by one rank, whatever the world size."""
+"""Every sample is used once per epoch, by one rank, for any world size."""
 
 from fractions import Fraction
 
@@ -48,15 +48,15 @@ def test_fewer_samples_than_a_step_needs_are_refused():
 
 
 @given(st.integers(1, 5000), st.integers(0, 9), st.integers(0, 9))
-def test_a_keyed_permutation_takes_every_index_to_another_one(size, seed, epoch):
+def test_a_keyed_permutation_is_a_bijection(size, seed, epoch):
     found = permuted(np.arange(size), size, (seed, epoch))
     assert sorted(found.tolist()) == list(range(size))
     some = np.arange(size)[::7]
     assert permuted(some, size, (seed, epoch)).tolist() == found[some].tolist()
 
 
-def test_a_permutation_of_small_and_large_ranges_is_as_good_as_a_drawn_one():
-    """Each of 3! orders, the places of one index, and neighbours that stay neighbours."""
+def test_a_permutation_of_small_and_large_ranges_is_as_good_as_a_random_one():
+    """Checks each of 3! orders, the places of one index, and neighbours that stay neighbours."""
     small = [tuple(permuted(np.arange(3), 3, (seed, 0)).tolist()) for seed in range(1800)]
     counts = np.unique(small, axis=0, return_counts=True)[1]
     assert counts.tolist() == pytest.approx([300] * 6, abs=80)
@@ -86,7 +86,7 @@ def test_a_mixture_gives_each_source_its_places_and_uses_all_of_it():
         counts = np.bincount(rows, minlength=100)
         assert set(counts[:30].tolist()) == {2}
         assert counts[30:].sum() == 40
-    # 7 epochs of 40 places go through 70 sequences 4 times.
+    # 7 epochs of 40 places read 70 sequences 4 times.
     assert np.bincount(np.concatenate(epochs), minlength=100)[30:].tolist() == [4] * 70
     assert set(order.of_step(3).ravel()) == set(
         SampleOrder(100, BatchShape(1, 10, 1), 3, order.mixture).of_step(3).ravel()
@@ -98,7 +98,7 @@ def test_a_mixture_gives_each_source_its_places_and_uses_all_of_it():
     st.lists(st.floats(0, exclude_min=True, allow_infinity=False), min_size=1, max_size=5),
 )
 @example(308, [1e308] * 2)
-def test_a_count_is_divided_by_any_weights(total, weights):
+def test_a_count_can_be_divided_by_any_weights(total, weights):
     places, whole = apportioned(total, weights), sum(map(Fraction, weights))
     assert sum(places) == total
     for place, weight in zip(places, weights, strict=True):
@@ -106,7 +106,7 @@ def test_a_count_is_divided_by_any_weights(total, weights):
 
 
 def test_counts_of_a_mixture_stay_those_of_older_runs():
-    """Runs resume with them; shares of the largest weight would round otherwise."""
+    """Runs resume with them; shares of the largest weight would round differently."""
     assert apportioned(26, [0.3, 0.1]) == [20, 6]
     assert apportioned(1056, [717, 205, 102]) == [740, 211, 105]
 

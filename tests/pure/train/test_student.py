@@ -1,4 +1,4 @@
-"""A student cut out of a mixture of experts has the teacher's own weights, and says which."""
+"""A student cut out of a mixture of experts has the teacher's weights and records which."""
 
 import os
 import signal
@@ -40,7 +40,7 @@ def build(name):
 
 
 def experts_of(model, layer):
-    """(num_experts, ...) of every fused parameter of a layer's experts, and its router's rows."""
+    """Returns (num_experts, ...) of each fused parameter of a layer's experts, and router rows."""
     return [
         param
         for name, param in model.model.layers[layer].mlp.named_parameters()
@@ -49,7 +49,7 @@ def experts_of(model, layer):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_keeping_everything_is_the_teacher(name, tmp_path):
+def test_a_student_that_keeps_everything_equals_the_teacher(name, tmp_path):
     model = build(name)
     model.save_pretrained(tmp_path / "teacher")
     kept = KeptParts((0, 1, 2, 3), {}, {})
@@ -59,7 +59,7 @@ def test_keeping_everything_is_the_teacher(name, tmp_path):
     torch.testing.assert_close(copy(ids).logits, model(ids).logits, rtol=0, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of jax, where a test imported it
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # issued by jax
 def test_a_student_whose_writing_was_interrupted_is_written_again(tmp_path, monkeypatch):
     model, config, kept = build("mixtral"), CONFIGS["mixtral"], KeptParts((0, 1, 2, 3), {}, {})
     model.save_pretrained(tmp_path / "teacher")
@@ -122,7 +122,7 @@ def test_layers_are_kept_evenly_with_both_ends():
         (LlamaConfig(), {"layers": 2}, "expected a teacher of type qwen3_moe or mixtral"),
     ],
 )
-def test_more_than_a_teacher_has_is_refused(config, settings, said):
+def test_a_student_larger_than_its_teacher_is_refused(config, settings, said):
     with pytest.raises(ConfigError) as caught:
         student_config(config, DistillConfig(**settings))
     assert said in str(caught.value)
@@ -142,7 +142,7 @@ def test_another_tokenizer_is_refused(tmp_path):
     check_teacher(config, other)
 
 
-def test_layers_stay_dense_or_sparse_and_other_lists_as_they_are():
+def test_layers_stay_dense_or_sparse_and_other_lists_unchanged():
     config = Qwen3MoeConfig(decoder_sparse_step=2, eos_token_id=[1, 2, 3, 4], **SIZES)
     student = student_config(config, DistillConfig(layers=2))
     with torch.device("meta"):

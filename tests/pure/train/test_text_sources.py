@@ -1,4 +1,4 @@
-"""Reading text: embedded, text files, JSONL, JSON, parquet; and what is said when it fails."""
+"""Reading text (embedded, text files, JSONL, JSON, parquet) and the errors of bad files."""
 
 import gzip
 import json
@@ -88,7 +88,7 @@ def test_parquet_column_is_read_over_all_row_groups(tmp_path):
     assert list(documents(path)) == texts
 
 
-# What stands in which file and the path that is read; the errors are beside them in __snapshots__/.
+# Contents of files and the path that is read; __snapshots__/ has the errors.
 REFUSED = {
     "another name": ({"corpus.txt": "text"}, "corpsu.txt"),
     "another folder on the way": ({"books/a.txt": "text"}, "boks/a.txt"),
@@ -116,7 +116,7 @@ def test_what_is_no_text_is_named_with_its_place(case, tmp_path, snapshot):
     assert message(tmp_path / path).replace(str(tmp_path), "TMP") == snapshot
 
 
-def test_records_that_are_read_as_text_are_told(tmp_path, caplog):
+def test_records_that_are_read_as_text_are_reported(tmp_path, caplog):
     for rows in (["{}\n", "a\n"], ["[" * 9999, "\n"], ['{"text": "a"}\n'] * 2):
         assert not caplog.messages
         path = write(tmp_path / "a.jsonl.1", "".join(rows))
@@ -154,7 +154,7 @@ def test_a_file_in_two_sources_is_noted_beside_held_out_data(tmp_path):
     assert told not in make_dataset(sources[:1], settings, None).facts.notes
 
 
-def test_name_that_is_too_long_is_said(tmp_path):
+def test_a_name_that_is_too_long_is_an_error(tmp_path):
     assert "File name too long" in message(tmp_path / ("x" * 300))
 
 
@@ -177,7 +177,7 @@ def test_many_zero_bytes_in_a_file_are_no_text(tmp_path, case):
     content, offset = HOLED[case]
     path = write(tmp_path / "wide.txt", content)
     assert f"byte 0x00 at offset {offset} of '{path}' (line 1)" in message(path)
-    write(path, b"eins\0" + b"zwei drei\n" * 100)  # one zero byte is text
+    write(path, b"eins\0" + b"zwei drei\n" * 100)  # a file with one zero byte is text
     assert make_dataset([text_source(path)], DatasetSettings(1, 300, WHOLE), None)
 
 
@@ -203,7 +203,7 @@ def test_columns_of_one_name_are_refused(tmp_path):
     assert "it has 2 columns 'text'" in message(tmp_path / "a.parquet")
 
 
-def test_file_that_is_no_parquet_is_said(tmp_path):
+def test_a_file_that_is_no_parquet_is_an_error(tmp_path):
     assert "expected a parquet file; got ArrowInvalid" in message(
         write(tmp_path / "a.parquet", "not parquet")
     )
@@ -227,7 +227,7 @@ def test_broken_line_is_named_with_file_and_number(tmp_path, line, expected):
 
 
 @pytest.mark.parametrize("what", ["link", "linked", "pipe", "folder"])
-def test_nothing_of_a_folder_is_left_out_in_silence(tmp_path, monkeypatch, what):
+def test_no_file_of_a_folder_is_silently_skipped(tmp_path, monkeypatch, what):
     write(tmp_path / "a.txt", "text")
     place = tmp_path / "below" / "b.txt"
     write(tmp_path / "below" / "c.txt", "more")
@@ -256,7 +256,7 @@ def test_nothing_of_a_folder_is_left_out_in_silence(tmp_path, monkeypatch, what)
 
 
 @pytest.mark.parametrize(("name", "has_effect"), [("a.txt", False), ("a.jsonl", True)])
-def test_a_column_beside_plain_text_is_said_to_have_no_effect(tmp_path, name, has_effect):
+def test_a_column_with_plain_text_is_reported_to_have_no_effect(tmp_path, name, has_effect):
     text = seeded_text(2000)
     path = write(tmp_path / name, json.dumps({"body": text}) if has_effect else text)
     made = make_dataset(
@@ -269,7 +269,7 @@ def test_a_column_beside_plain_text_is_said_to_have_no_effect(tmp_path, name, ha
     assert bool(said) is not has_effect
 
 
-def test_keys_of_text_beside_conversations_are_said_to_have_no_effect(tmp_path):
+def test_keys_of_text_with_conversations_are_reported_to_have_no_effect(tmp_path):
     row = {"messages": [{"role": r, "content": seeded_text(20)} for r in ("user", "assistant")]}
     path = write(tmp_path / "a.jsonl", "\n".join([json.dumps(row)] * 9))
     data = {"path": str(path), "separate_documents": True, "text_column": "body"}

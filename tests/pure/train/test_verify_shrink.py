@@ -1,4 +1,4 @@
-"""What `verify` makes of a configuration: small, of the same class, with its ratios."""
+"""`verify` shrinks a configuration to a small one of the same class and ratios."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_mixture_stays_a_mixture():
     assert (small.config.num_experts, small.config.num_experts_per_tok) == (4, 2)
 
 
-def test_dropout_is_off_and_said():
+def test_dropout_is_off_and_reported():
     found = small_of({"model_type": "gpt2", "n_layer": 12})
     told = {change.key: (change.was, change.now) for change in found.changes}
     assert told["resid_pdrop"] == (0.1, 0.0)
@@ -64,7 +64,7 @@ def test_token_ids_stay_inside_the_vocabulary():
     assert (small.eos_token_id, small.pad_token_id) == (95, 7)
 
 
-def test_less_is_shrunk_where_a_model_cannot_be_built_otherwise():
+def test_less_is_shrunk_if_a_model_cannot_be_built_otherwise():
     config = config_from_settings({"model_type": "llama", "num_hidden_layers": 7})
 
     def build(small):
@@ -77,7 +77,7 @@ def test_less_is_shrunk_where_a_model_cannot_be_built_otherwise():
     assert found.config.hidden_size < config.hidden_size
 
 
-def test_layers_that_are_gone_stand_for_the_last_one():
+def test_removed_layers_refer_to_the_last_one():
     globs = ("model.layers.31.mlp.*", "model.layers.1.*", "*.bias", "lm_head")
     fitted = fit_globs(globs, 4)
     assert fitted == ("model.layers.3.mlp.*", "model.layers.1.*", "*.bias", "lm_head")

@@ -1,4 +1,4 @@
-"""Batches are made by a process beside the rank: in order, with its errors, and gone with it."""
+"""A process makes a rank's batches in order, passes errors on, and ends with the rank."""
 
 import operator
 import signal
@@ -24,14 +24,14 @@ input()
 
 
 def state(pid):
-    """A process's state letter; None if it is gone."""
+    """Returns a process's state letter; None if it no longer exists."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return None
 
 
-def test_answers_are_those_of_each_request_also_where_another_was_begun():
+def test_answers_belong_to_their_request_even_if_another_was_started():
     worker = Worker(operator.itemgetter(1))
     assert worker.take((False, 0), (False, 1)) == 0
     assert worker.take((False, 1), (False, 2)) == 1
@@ -48,7 +48,7 @@ def test_an_error_is_raised_by_the_rank_that_asked_for_it_and_the_next_request_i
         worker.take((False, 1), None)
 
 
-def test_signals_that_stop_a_run_leave_the_worker_to_its_rank():
+def test_the_worker_ignores_signals_that_stop_a_run():
     worker = Worker(operator.itemgetter(1))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         newest_child().send_signal(number)
@@ -75,7 +75,7 @@ def test_no_worker_outlives_a_rank_that_is_killed():
         worker = int(rank.stdout.readline())
         assert state(worker) not in (None, "Z")
         rank.kill()
-    while state(worker) not in (None, "Z"):  # the test's time-out is its limit
+    while state(worker) not in (None, "Z"):  # the test's time-out is the limit
         pass
 
 
