@@ -44,12 +44,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fullshard.config import host_memory
-from fullshard.config.environment import (
-    LaunchEnvironment,
-    Launcher,
-    current_variables,
-    rank_log,
-)
+from fullshard.config.environment import LaunchEnvironment, Launcher, current_variables, rank_log
 from fullshard.config.schema import LaunchConfig
 from fullshard.errors import ConfigError
 from fullshard.launch.exit_codes import LaunchFolder, caught_stop_signals

@@ -66,13 +66,7 @@ from fullshard.planner.text import human_bytes
 from fullshard.recipes.base import make_data
 from fullshard.recipes.registry import Command
 from fullshard.run.console import planned
-from fullshard.run.folder import (
-    HOLDS,
-    RunFolder,
-    RunStatus,
-    begin,
-    check_output_dir,
-)
+from fullshard.run.folder import HOLDS, RunFolder, RunStatus, begin, check_output_dir
 from fullshard.run.optim import KINDS, StepPlan, check_optimizer, plan_steps
 from fullshard.run.outlook import View, foresee, leaves_choices, topology_of
 from fullshard.run.resume import (
