@@ -336,10 +336,8 @@ def _environment(
 def _start(launch: LocalLaunch, environment: LaunchEnvironment, relay: Relay) -> RankProcess:
     rank = environment.rank
     log = launch.log(rank).absolute()
-    words, variables = (
-        (launch.module, *launch.args),
-        {**launch.variables, **environment.to_variables()},
-    )
+    words = (launch.module, *launch.args)
+    variables = {**launch.variables, **environment.to_variables()}
     with log.open("ab") as file:
         out, err = (file.fileno(),) * 2
         if environment.local_rank == 0:
