@@ -196,7 +196,8 @@ def prepare_run(
             asked = resolved.config.training.resume_from_checkpoint or "auto"
         checkpoint_dir = resolved.config.training.checkpoint_dir
         resume = find_resume(asked, output_dir, key, checkpoint_dir)
-        teacher = _checked_weights(resolved.config)  # before the model is traced
+        check_weights(resolved.config)  # before the model is traced
+        teacher = sample_of_teacher(resolved.config)
         view = foresee(resolved.config, topology_of(resolved.config, world_size))
         training = view.config.training
         if isinstance(view, View) and leaves_choices(resolved.config):
@@ -226,12 +227,6 @@ def prepare_run(
         # Another start may have moved the older run meanwhile.
         cause = held_elsewhere(output_dir) if is_held(output_dir) else error
         raise resolved.located(cause) from error
-
-
-def _checked_weights(config: RunConfig) -> str | None:
-    """Checks the weights that the run begins with; returns a sample of its teacher's."""
-    check_weights(config)
-    return sample_of_teacher(config)
 
 
 def _say_kept_batch(training: TrainingConfig, num_batches: int, steps: StepPlan) -> None:
