@@ -90,7 +90,7 @@ def arithmetic(engine: Engine) -> dict[str, int]:
 
 def measure(job: Job) -> dict[str, Any]:
     """Runs every engine and counts one step of each."""
-    setup = Setup(job.case, seed=0, learning_rate=1e-3)
+    setup = Setup(job.case)
     (batch,) = make_batches(job.case, dist.get_rank(), 1)
     found: dict[str, Any] = {}
     for name in (PLAIN, *job.engines):

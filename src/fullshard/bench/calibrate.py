@@ -31,11 +31,7 @@ from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.errors import ConfigError
-from fullshard.launch.machine import (
-    describe_machine,
-    describe_versions,
-    num_visible_accelerators,
-)
+from fullshard.launch.machine import describe_machine, describe_versions, num_visible_accelerators
 from fullshard.models.build import build_sharded, given_model_config
 from fullshard.models.config import build_model
 from fullshard.outlook.devices import Calibration, Ceilings, HostOverhead, Point, Table, to_json

@@ -169,8 +169,8 @@ class Setup:
     """
 
     case: Case
-    seed: int
-    learning_rate: float
+    seed: int = 0
+    learning_rate: float = 1e-3
     prefetch: int = 0
     max_norm: float | None = None
 
@@ -354,8 +354,7 @@ MEMORY_STEPS = 3
 
 def setup_of(job: StepJob, engine: str) -> Setup:
     """Return the inputs of the engine's builder."""
-    distance = (job.prefetch or {}).get(engine, 0)
-    return Setup(job.case, job.seed, job.learning_rate, distance)
+    return Setup(job.case, prefetch=(job.prefetch or {}).get(engine, 0))
 
 
 class Feeder:

@@ -1,4 +1,21 @@
-"""`fullshard bench io`: saving and loading, compared with the disk and torch's own checkpoints."""
+"""`fullshard bench io`: saving and loading, compared with the disk and torch's own checkpoints.
+
+Method:
+
+A stack of linear layers with AdamW's states, sharded over the ranks: float32 parameters and two
+moments. disk write: every rank writes as many bytes as its share of the checkpoint into a file of
+its own, with O_DIRECT where the file system supports it, then fsync; disk read: the same, read.
+save: fs.save until the checkpoint is complete, every file and folder synced. stall:
+fs.save(wait=False) until training may continue. torch DCP: torch.distributed.checkpoint of the same
+model under FSDP2 (fully_shard), its files synced.
+
+All take one turn per round. A turn begins at a barrier and lasts until the slowest rank is done.
+Before each read the files' pages are dropped from the page cache. Times are medians; the share of
+the disk's speed is the median over the rounds of two times of one round, with a 95 % bootstrap
+interval. Peak memory: the sampled growth of a rank's proportional set size, in a turn of its own.
+
+Loaded values are compared with the saved ones before anything is timed.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +43,7 @@ from fullshard.bench.measurement import (
     Page,
     PeakSampler,
     Say,
+    method_of,
     paired_ratio,
     proportional_bytes,
     return_free_memory,
@@ -43,20 +61,7 @@ DISK_WRITE, DISK_READ = "disk write", "disk read"
 SAVE, STALL, LOAD = "fullshard save", "fullshard stall", "fullshard load"
 PEER_SAVE, PEER_LOAD = "torch DCP save", "torch DCP load"
 COLUMNS = ("what", "s", "GB/s", "of the disk's speed [95 %]", "peak memory, MiB")
-METHOD = (
-    "A stack of linear layers with AdamW's states, sharded over the ranks: float32 parameters and "
-    "two moments. disk write: every rank writes as many bytes as its share of the checkpoint into "
-    "a file of its own, with O_DIRECT where the file system supports it, then fsync; disk read: "
-    "the same, read. save: fs.save until the checkpoint is complete, every file and folder synced. "
-    "stall: fs.save(wait=False) until training may continue. torch DCP: "
-    "torch.distributed.checkpoint of the same model under FSDP2 (fully_shard), its files synced.",
-    "All take one turn per round. A turn begins at a barrier and lasts until the slowest rank is "
-    "done. Before each read the files' pages are dropped from the page cache. Times are medians; "
-    "the share of the disk's speed is the median over the rounds of two times of one round, with a "
-    "95 % bootstrap interval. Peak memory: the sampled growth of a rank's proportional set size, "
-    "in a turn of its own.",
-    "Loaded values are compared with the saved ones before anything is timed.",
-)
+METHOD = method_of(__doc__)
 
 
 class PlainFiles:

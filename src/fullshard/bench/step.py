@@ -272,8 +272,6 @@ class StepJob:
     mode: str
     num_rounds: int
     num_checked: int = 3
-    seed: int = 0
-    learning_rate: float = 1e-3
     prefetch: dict[str, int] | None = None
 
 

@@ -40,13 +40,8 @@ import xxhash
 from fullshard.errors import CheckpointError, untrusted
 
 FORMAT, VERSION = "fullshard-checkpoint", 2  # 2: in an object store
-COMPLETE, INDEX, STATE, PLAN, CONFIG = (
-    "COMPLETE.json",
-    "index.json",
-    "state.json",
-    "plan.json",
-    "config.json",
-)
+COMPLETE, INDEX, STATE = "COMPLETE.json", "index.json", "state.json"
+PLAN, CONFIG = "plan.json", "config.json"
 
 SAVING, OLD, NOTES = "saving", "old", "notes"  # hidden folders next to a checkpoint
 FILES = "files"  # folder in a checkpoint of a store

@@ -36,15 +36,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fullshard.config.regular_files import read_regular
 from fullshard.config.schema import ModelConfig, SftConfig
-from fullshard.data.records import (
-    FileKind,
-    Record,
-    Span,
-    files_at,
-    quoted,
-    read_records,
-    text_of,
-)
+from fullshard.data.records import FileKind, Record, Span, files_at, quoted, read_records, text_of
 from fullshard.engine.hugging_face import start_of
 from fullshard.errors import ConfigError, DataError, untrusted
 

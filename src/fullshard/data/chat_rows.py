@@ -49,13 +49,7 @@ from fullshard.data.chat import (
 from fullshard.data.dataset import IGNORED, DatasetFacts, PreparedData
 from fullshard.data.order import Indices
 from fullshard.data.records import Corpus, FileKind, Span, files_at
-from fullshard.data.text import (
-    DatasetSettings,
-    cache_root,
-    load_tokens,
-    save_tokens,
-    written,
-)
+from fullshard.data.text import DatasetSettings, cache_root, load_tokens, save_tokens, written
 from fullshard.data.tokenize import (
     Shard,
     TokenSettings,

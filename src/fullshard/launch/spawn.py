@@ -44,12 +44,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fullshard.config import host_memory
-from fullshard.config.environment import (
-    LaunchEnvironment,
-    Launcher,
-    current_variables,
-    rank_log,
-)
+from fullshard.config.environment import LaunchEnvironment, Launcher, current_variables, rank_log
 from fullshard.config.schema import LaunchConfig
 from fullshard.errors import ConfigError
 from fullshard.launch.exit_codes import LaunchFolder, caught_stop_signals
@@ -341,10 +336,8 @@ def _environment(
 def _start(launch: LocalLaunch, environment: LaunchEnvironment, relay: Relay) -> RankProcess:
     rank = environment.rank
     log = launch.log(rank).absolute()
-    words, variables = (
-        (launch.module, *launch.args),
-        {**launch.variables, **environment.to_variables()},
-    )
+    words = (launch.module, *launch.args)
+    variables = {**launch.variables, **environment.to_variables()}
     with log.open("ab") as file:
         out, err = (file.fileno(),) * 2
         if environment.local_rank == 0:

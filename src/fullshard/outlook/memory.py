@@ -51,14 +51,7 @@ from enum import StrEnum
 
 from fullshard.config.values import Strategy, parse
 from fullshard.outlook.constants import FITTED, Constants
-from fullshard.outlook.workload import (
-    Compiler,
-    Math,
-    Metric,
-    Stage,
-    Tuning,
-    Workload,
-)
+from fullshard.outlook.workload import Compiler, Math, Metric, Stage, Tuning, Workload
 from fullshard.planner.arrays import ArrayPlan, ArraysPlan
 from fullshard.planner.memory import AVERAGE, WHOLES, MemoryRow, sum_by_place
 from fullshard.planner.mesh import row_of

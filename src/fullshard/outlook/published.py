@@ -34,20 +34,6 @@ from fullshard.outlook.workload import (
     decoder,
 )
 
-ANSWERS = (
-    "tokens_per_sec_per_gpu",
-    "samples_per_sec",
-    "mfu_pct",
-    "hfu_pct",
-    "tflops_per_gpu",
-    "step_time_s",
-    "peak_mem_gib",
-    "status",
-    "notes",
-    "source_locator",
-    "reliability",
-)
-DROPPED = frozenset((*ANSWERS, "source", "group", "row_id"))
 COLUMNS = (
     *(
         f"pred_{name}{end}"
@@ -61,6 +47,7 @@ GRAVE = ("device", "model")  # if one of these is assumed, only the order of mag
 TYPICAL_PARAMS = 7e9  # of a model that the row does not describe
 
 _WORDS: dict[str, Any] = packaged_table("fullshard.outlook", "published.yaml")
+DROPPED = frozenset(_WORDS["dropped"])
 _SPARSE: dict[str, tuple[float, float]] = _WORDS["sparse"]
 _BYTES: dict[str, float] = _WORDS["bytes"]
 _RECOMPUTE: dict[str, tuple[float, float]] = _WORDS["recompute"]

@@ -11,14 +11,7 @@ from fullshard.config.sharding import ShardConfig
 from fullshard.config.values import DType, Strategy
 from fullshard.planner.layout import FlatLayout, clean_name
 from fullshard.planner.mesh import Mesh
-from fullshard.planner.spec import (
-    ITEMSIZE,
-    ModelSpec,
-    ParamSpec,
-    is_inside,
-    matches,
-    parent_name,
-)
+from fullshard.planner.spec import ITEMSIZE, ModelSpec, ParamSpec, is_inside, matches, parent_name
 from fullshard.planner.wrap import Role
 
 

@@ -35,14 +35,7 @@ from fullshard.observe import watchdog
 from fullshard.observe.metrics import SampleRow, memory_bytes
 from fullshard.planner.optimizers import states_of
 from fullshard.planner.plan import Plan
-from fullshard.recipes.base import (
-    Batch,
-    RankTeam,
-    RowBatches,
-    Team,
-    backward_scale,
-    blank,
-)
+from fullshard.recipes.base import Batch, RankTeam, RowBatches, Team, backward_scale, blank
 from fullshard.run.console import plan_lines
 from fullshard.run.generation import sampling
 from fullshard.run.loop import Loop, Measured, Side, Trainee, Update, diverged

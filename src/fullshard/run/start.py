@@ -66,13 +66,7 @@ from fullshard.planner.text import human_bytes
 from fullshard.recipes.base import make_data
 from fullshard.recipes.registry import Command
 from fullshard.run.console import planned
-from fullshard.run.folder import (
-    HOLDS,
-    RunFolder,
-    RunStatus,
-    begin,
-    check_output_dir,
-)
+from fullshard.run.folder import HOLDS, RunFolder, RunStatus, begin, check_output_dir
 from fullshard.run.optim import KINDS, StepPlan, check_optimizer, plan_steps
 from fullshard.run.outlook import View, foresee, leaves_choices, topology_of
 from fullshard.run.resume import (
@@ -202,7 +196,8 @@ def prepare_run(
             asked = resolved.config.training.resume_from_checkpoint or "auto"
         checkpoint_dir = resolved.config.training.checkpoint_dir
         resume = find_resume(asked, output_dir, key, checkpoint_dir)
-        teacher = _checked_weights(resolved.config)  # before the model is traced
+        check_weights(resolved.config)  # before the model is traced
+        teacher = sample_of_teacher(resolved.config)
         view = foresee(resolved.config, topology_of(resolved.config, world_size))
         training = view.config.training
         if isinstance(view, View) and leaves_choices(resolved.config):
@@ -232,12 +227,6 @@ def prepare_run(
         # Another start may have moved the older run meanwhile.
         cause = held_elsewhere(output_dir) if is_held(output_dir) else error
         raise resolved.located(cause) from error
-
-
-def _checked_weights(config: RunConfig) -> str | None:
-    """Checks the weights that the run begins with; returns a sample of its teacher's."""
-    check_weights(config)
-    return sample_of_teacher(config)
 
 
 def _say_kept_batch(training: TrainingConfig, num_batches: int, steps: StepPlan) -> None:

@@ -39,13 +39,7 @@ from fullshard.planner.arrays import ArrayPlan, ArraysPlan
 from fullshard.planner.mesh import row_of
 from fullshard.run.on_xla import state_of, torch_weights
 from fullshard.saving import SaveSettings
-from fullshard.verify.check import (
-    PreparedCheck,
-    chunk_size,
-    left_out,
-    model_config_of,
-    passes_of,
-)
+from fullshard.verify.check import PreparedCheck, chunk_size, left_out, model_config_of, passes_of
 from fullshard.verify.compare import LOW, OPTIMIZER, WEIGHTS, CheckJob, Pass
 from fullshard.verify.faults import Fault, Injection
 from fullshard.xla import opt_state, processes
