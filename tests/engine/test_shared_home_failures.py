@@ -136,7 +136,8 @@ def test_forked_children_do_no_harm(transport):
     """A forked child, as a data loader's worker is, that outlives the steps beside it.
 
     Its calls that announce writes or send messages raise errors, as do reads of shards in the
-    memory of all ranks, which it cannot reach. Memory of this rank alone was copied.
+    memory of all ranks, which it cannot reach. Memory of this rank alone was copied. A model that
+    the child shards itself is its own.
     """
     told, end = os.pipe()
     is_shared = transport == "shared"
@@ -155,6 +156,9 @@ def test_forked_children_do_no_harm(transport):
         calls = (lambda: model(vectors(0, 0)["x"]), lambda: fs.full_state_dict(model), last)
         with torch.no_grad():
             found = {"forked process" in error_of(call) for call in calls}
+        dist.GroupMember.WORLD = None
+        own = fs.shard(Chain(1).double())
+        assert own.stem.weight.clone().equal(own.stem.weight.to_local())
         os.write(end, str([found, os.wait()[1]]).encode())
         time.sleep(60)
 

@@ -30,7 +30,7 @@ from fullshard.engine.guard import READ_NOTHING, misfit
 from fullshard.errors import EngineError
 from fullshard.planner.layout import Slice, clean_name
 from fullshard.transport.base import check_process
-from fullshard.transport.segment import MAPPINGS
+from fullshard.transport.segment import MAPPINGS, start_of
 
 if TYPE_CHECKING:
     from fullshard.engine.cuts import Cut
@@ -56,8 +56,18 @@ def before_read(values: Any, name: str | None = None) -> None:
 
 def _forked() -> None:
     """Reads of shards raise an error where memory is lost. See [Note: forked processes]."""
-    if MAPPINGS:
-        BEFORE_READ.insert(0, lambda *_: check_process(os.getppid()))
+    from fullshard.engine.parameter import shards_in
+
+    lost = weakref.WeakSet(MAPPINGS)  # the child may shard a model of its own
+
+    def check(values: Any, _: str | None) -> None:
+        with no_guard():
+            places = [address_of(shard) for shard in shards_in(values)]
+        if any(0 <= place - start_of(one) < len(one) for place in places for one in lost):
+            check_process(os.getppid())
+
+    if lost:
+        BEFORE_READ.insert(0, check)
 
 
 os.register_at_fork(after_in_child=_forked)

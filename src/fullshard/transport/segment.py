@@ -147,8 +147,12 @@ def _shut() -> None:
 
 def protect(mapping: mmap.mmap, access: int) -> None:
     """Limits what this process can do with a mapping to `mmap.PROT_READ`, or 0: nothing."""
-    address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
-    _mprotect(ctypes.c_void_p(address), ctypes.c_size_t(len(mapping)), access)
+    _mprotect(ctypes.c_void_p(start_of(mapping)), ctypes.c_size_t(len(mapping)), access)
+
+
+def start_of(mapping: mmap.mmap) -> int:
+    """The address of the first byte of a mapping."""
+    return torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
 
 
 _mprotect = ctypes.CDLL(None).mprotect
