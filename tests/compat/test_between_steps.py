@@ -16,12 +16,7 @@ import fullshard as fs
 from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from fullshard.compat.fsdp1 import MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from fullshard.compat.fsdp2 import fully_shard
-from fullshard.errors import (
-    EngineError,
-    FullshardError,
-    ShardedTensorError,
-    UnsupportedModelError,
-)
+from fullshard.errors import EngineError, FullshardError, ShardedTensorError
 from support.ranks import on_ranks
 
 
@@ -258,17 +253,6 @@ def test_tensors_of_parameters_that_change_places_are_refused():
     torch.utils.swap_tensors(one[0].weight, plain)
     with pytest.raises(EngineError, match="expected its own tensor; got that of another"):
         one(x)
-
-
-@on_ranks(2)
-def test_a_layer_of_two_sharded_models_is_refused_as_such():
-    net = layers()
-    one, other = nn.Sequential(net[0], net[1]), nn.Sequential(net[0], net[2])
-    for model in (net[0], one, other):
-        fully_shard(model)
-    one(torch.ones(2, 5))
-    with pytest.raises(UnsupportedModelError, match="another sharded model has it"):
-        other(torch.ones(2, 5))
 
 
 @on_ranks(2)
