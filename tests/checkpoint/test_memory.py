@@ -194,7 +194,7 @@ def end_and_measure(folder):
 def test_no_rank_holds_the_model_at_the_end_of_a_run_or_to_generate(ranks, tmp_path):
     whole = SIZES["num_hidden_layers"] * BLOCK
     for exported, generated, joint in ranks(2)(end_and_measure, tmp_path):
-        assert exported <= 2 * MATRIX + SLACK
+        assert exported <= 3 * MATRIX  # 1.6 of them when it was written; two more are too many
         assert generated <= whole / 2 + 2 * BLOCK + SLACK < 0.8 * whole
         assert joint <= whole + 4 * BLOCK + 2 * SLACK < 0.8 * 2 * whole
 

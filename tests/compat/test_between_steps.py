@@ -249,6 +249,10 @@ def test_tensors_of_parameters_that_change_places_are_refused():
     for pair in swap:
         torch.utils.swap_tensors(*pair)
     assert [model(x).square().mean().item() for model in (one, other)] == wanted
+    plain = nn.Parameter(torch.ones(5, 5))
+    torch.utils.swap_tensors(one[0].weight, plain)
+    with pytest.raises(EngineError, match="expected its own tensor; got that of another"):
+        one(x)
 
 
 @on_ranks(2)

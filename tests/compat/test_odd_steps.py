@@ -140,9 +140,10 @@ def test_layers_frozen_in_a_forward_alone_get_no_gradient():
             assert torch.allclose(ours.full_tensor(), theirs, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("own", [False, True])
 @on_ranks(1)
-def test_a_layer_of_two_sharded_models_is_named_with_the_way_out():
-    layer = nn.Linear(4, 4)
+def test_a_layer_of_two_sharded_models_is_named_with_the_way_out(own):
+    layer = fully_shard(nn.Linear(4, 4)) if own else nn.Linear(4, 4)
     first, second = (fully_shard(nn.Sequential(nn.Linear(4, 4), layer)) for _ in range(2))
     first(torch.ones(1, 4)).sum().backward()
     with pytest.raises(UnsupportedModelError, match=r"another sharded model has it, too\. Put mod"):

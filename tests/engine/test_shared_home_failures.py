@@ -136,7 +136,8 @@ def test_forked_children_do_no_harm(transport):
     """A forked child, like a data loader's worker, outlives the steps.
 
     In the child, calls that announce writes or send messages raise errors, as do reads of shards in
-    shared memory, which is not accessible. Private memory of this rank was copied.
+    shared memory, which is not accessible. Private memory of this rank was copied. The child may
+    use a model that it shards itself.
     """
     told, end = os.pipe()
     is_shared = transport == "shared"
@@ -155,6 +156,8 @@ def test_forked_children_do_no_harm(transport):
         calls = (lambda: model(vectors(0, 0)["x"]), lambda: fs.full_state_dict(model), last)
         with torch.no_grad():
             found = {"forked process" in error_of(call) for call in calls}
+        dist.GroupMember.WORLD = None
+        assert "NO ERROR" in error_of(fs.shard(Chain(1).double()).stem.weight.clone)
         os.write(end, str([found, os.wait()[1]]).encode())
         time.sleep(60)
 

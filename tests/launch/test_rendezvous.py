@@ -330,6 +330,10 @@ def test_launchers_with_other_numbers_of_ranks_or_one_machine_rank_end(launchers
     wait_until(lambda: twice.failure, 20, "the second launcher of machine 1 to be refused")
     said = r"node-rank: .* got 1 for process .* host another, which process"
     assert re.search(said, twice.failure.text)
+    stray = joining(there, 4, num_machines=5)  # perhaps of the next launch
+    wait_until(lambda: stray.failure, 20, "a machine that the launch does not have to be refused")
+    assert "and --nnodes 4 and --nproc-per-node 2 on machine" in stray.failure.message
+    time.sleep(2 * rendezvous.LISTEN_S)
     assert not any(one.failure for one in machines)
     other = joining(there, 3, ranks=3)
     wait_until(lambda: all(one.failure for one in (*machines, other)), 20, "all to know it")

@@ -7,6 +7,7 @@ import re
 import shutil
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from fullshard.config.files import read_job
 from fullshard.config.load import load_config
 from fullshard.config.schema import DataConfig, RunConfig
-from fullshard.data import tokenize
+from fullshard.data import arrays, tokenize
 from fullshard.data.arrays import mapped_once
 from fullshard.data.dataset import load_facts
 from fullshard.data.order import BatchShape, SampleOrder
@@ -262,6 +263,34 @@ def test_one_token_that_changes_before_ranks_map_it_is_refused(tmp_path, tokeniz
         os.utime(tmp_path / "a.npy", ns=(before.st_atime_ns, before.st_mtime_ns))
         with pytest.raises(DataError, match="expected the tokens from when the run was prepared"):
             tokens(Dataset.load(tmp_path / "run", facts, read))
+
+
+@pytest.mark.parametrize("change", ["rights", "number"])
+def test_tokens_are_not_read_whole_again_and_again(tmp_path, tokenizer, monkeypatch, change):
+    """Once after a change of rights or links; never if a mount numbers its files anew."""
+    np.save(tmp_path / "a.npy", np.random.default_rng(0).integers(0, 200, 1000, "uint16"))
+    make_dataset([text_source(tmp_path / "a.npy")], NO_HOLD_OUT, tokenizer).save(tmp_path / "run")
+    _, facts, read = load_facts(tmp_path / "run")
+    fstat, compared = os.fstat, []
+
+    def renumbered(file):
+        found = fstat(file)
+        told = {name: getattr(found, name) for name in dir(found) if name.startswith("st_")}
+        return SimpleNamespace(**{**told, "st_ino": found.st_ino + 1})
+
+    def checksum_of(array):
+        compared.append(len(array))
+        return arrays.xxhash.xxh3_128_hexdigest(array.tobytes())
+
+    monkeypatch.setattr(arrays, "checksum_of", checksum_of)
+    if change == "number":
+        monkeypatch.setattr(os, "fstat", renumbered)
+    else:
+        (tmp_path / "a.npy").chmod(0o400)
+    for _ in range(3):
+        mapped_once.cache_clear()  # as if a run had more files than it may map
+        tokens(Dataset.load(tmp_path / "run", facts, read))
+    assert compared.count(1000) == (change == "rights")
 
 
 def test_a_part_of_a_stream_that_changed_before_it_was_reached_is_refused(tmp_path, tokenizer):

@@ -17,7 +17,7 @@ import fullshard as fs
 from fullshard.config.load import load_config
 from fullshard.recipes import base, head
 from fullshard.verify import check as verify
-from fullshard.verify.compare import LOW, WEIGHTS
+from fullshard.verify.compare import LOW, ROUTED, WEIGHTS
 from fullshard.verify.faults import Fault
 from fullshard.verify.rank import run_passes
 from support import forked
@@ -275,3 +275,10 @@ def test_other_axes_are_equal_and_their_faults_are_named(ranks, divided, name, f
     if name == "experts":
         assert prepared.facts()["axes"] == "replicate 1 x shard 1 x expert 2 x tensor 2"
         assert "expert 2 instead of 4." in prepared.notes
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_token_may_go_to_another_expert_below_float32(model):
+    settings = [f"model={{config: {MODELS[model]}}}", "sharding.param_dtype=bfloat16"]
+    prepared = verify.prepare(load_config(None, settings).config, None)
+    assert prepared.job.passes[1].tolerance == (ROUTED if model == "granitemoe" else LOW)

@@ -588,8 +588,7 @@ def put_back_shards(engine: Engine) -> None:
             placed = [] if group.is_in_place() else zip(group.members, group.addresses, strict=True)
             for member, address in placed:
                 param, master = member.param, group.master
-                owner = param.record.member and param.record.member()
-                if owner is None or owner.param is not param:  # a layer of two models has one
+                if not isinstance(param, ShardedParameter) or _owner(param) is not param:
                     raise EngineError(
                         f"{clean_name(member.piece.name)}: expected its own tensor; got that of "
                         "another parameter (torch.utils.swap_tensors). Swap their values: "
@@ -610,6 +609,12 @@ def put_back_shards(engine: Engine) -> None:
             whole = member.group.plan.layout.num_parts == 1
             member.param.data = home.view(shard_shape(member.piece, whole=whole))
             take_along(member.param, home)
+
+
+def _owner(param: ShardedParameter) -> Any:
+    """The parameter whose tensor it was when its model was sharded; itself if that is gone."""
+    member = param.record.member and param.record.member()
+    return param if member is None else member.param
 
 
 def needs_new_plan(engine: Engine) -> bool:

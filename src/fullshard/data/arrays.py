@@ -106,11 +106,16 @@ def map_tokens(tokens: TokenFile, *, whole: bool = False) -> npt.NDArray[np.inte
             found = np.memmap(file, tokens.dtype, "r", tokens.offset, (tokens.count,))
             now = identity_of(os.fstat(file.fileno()))
         is_here = tokens.identity.startswith(f"{socket.gethostname()} ")
-        whole = whole or (is_here and tokens.identity != now)
-        is_other = whole and tokens.checksum not in ("", checksum_of(found))
+        whole = whole or (is_here and now not in (tokens.identity, _COMPARED.get(tokens)))
+        is_other = whole and tokens.checksum and tokens.checksum != checksum_of(found)
         if is_other or tokens.sample not in ("", _sample(found)):
             raise ValueError("other tokens")
+        if whole:
+            _COMPARED[tokens] = now
         return found
+
+
+_COMPARED: dict[TokenFile, str] = {}  # identities of files whose tokens were compared here
 
 
 @lru_cache(maxsize=1024)  # a process may have 65,530 maps
@@ -120,12 +125,13 @@ def mapped_once(tokens: TokenFile) -> tuple[npt.NDArray[np.integer], list[os.sta
 
 
 def identity_of(file: os.stat_result) -> str:
-    """Host, and a file of it: another one after any change of the file.
+    """Host, and times of a file: others after any change of the file.
 
-    Its last part cannot be set back, but changes with each link, as runs have to prepared tokens.
+    The last one cannot be set back, but changes with each link, as runs have to prepared tokens.
+    Numbers of files are left out: those of buckets and other mounts (FUSE) change by themselves.
     """
     changed = file.st_ctime_ns if file.st_nlink == 1 else 0
-    return f"{socket.gethostname()} {file.st_ino} {file.st_mtime_ns} {changed}"
+    return f"{socket.gethostname()} {file.st_mtime_ns} {changed}"
 
 
 def checksum_of(*arrays: npt.NDArray[Any]) -> str:

@@ -79,7 +79,7 @@ NO_DATA = {
 POINTER = b"version https://git-lfs"  # of a clone without the files of Git LFS
 SPLIT = "train"
 OTHER_SPLITS = {"test", "eval", "dev", "val", "valid", "validation"}
-ZEROS = 8  # more zero bytes in a piece are not text, but an archive, UTF-16, or a hole
+HOLE = bytes(9)  # as in an archive, or in a file that was not written to its end
 PIECE = 1 << 18  # bytes read at a time
 LINE_BYTES = 1 << 20  # distance to search for the end of a line of text
 
@@ -469,7 +469,7 @@ def read_text(span: Span) -> Iterator[str]:
     A leading byte-order mark is dropped.
 
     Raises:
-        DataError: It is not UTF-8, or a piece has many zero bytes; names the byte and the line.
+        DataError: It is not UTF-8, or has a hole or many zero bytes; names the byte and the line.
     """
     decoder, left, held = codecs.getincrementaldecoder("utf-8")(), span.stop - span.start, ""
     with _reading(span.file), span.file.open("rb") as opened:
@@ -477,8 +477,11 @@ def read_text(span: Span) -> Iterator[str]:
         while left:
             read = opened.read(min(PIECE, left))
             left = left - len(read) if read else 0  # the file was truncated meanwhile
-            if read.count(0) > ZEROS:  # UTF-16 of Western text is valid UTF-8
-                _refuse_bytes(span.file, opened.tell() - len(read) + read.index(0), 0)
+            place = read.find(HOLE)
+            if read.count(0) > max(8, len(read) // 50):  # UTF-16 of some scripts is valid UTF-8
+                place = read.index(0)
+            if place >= 0:
+                _refuse_bytes(span.file, opened.tell() - len(read) + place, 0)
             try:
                 held += decoder.decode(read, final=not left)
             except UnicodeDecodeError as error:

@@ -30,7 +30,7 @@ from fullshard.engine.guard import READ_NOTHING, misfit
 from fullshard.errors import EngineError
 from fullshard.planner.layout import Slice, clean_name
 from fullshard.transport.base import check_process
-from fullshard.transport.segment import LOST
+from fullshard.transport.segment import LOST, start_of
 
 if TYPE_CHECKING:
     from fullshard.engine.cuts import Cut
@@ -57,8 +57,8 @@ def before_read(values: Any, name: str | None = None) -> None:
 def _check_memory(values: Any, _: str | None) -> None:
     """Check that shards are in memory of this process. See [Note: forked processes]."""
     with no_guard():
-        at = [address_of(one) for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
-    if any(one in lost for one in at for lost in LOST):
+        places = [address_of(one) for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
+    if any(0 <= place - start_of(one) < len(one) for place in places for one in LOST):
         check_process(os.getppid())
 
 

@@ -522,8 +522,9 @@ class OtherMachines:
                         its failure --> store
         launcher 0      its end --> store, which it serves until the others have read the end
 
-    The first launcher counts: one of the same machine rank leaves; if one has other numbers of
-    machines or ranks, all end.
+    The first launcher counts. One of the same machine rank leaves, and one whose machine rank the
+    launch does not have: it may belong to the next launch, while this one still saves. If another
+    one has other numbers of machines or ranks, all end.
 
     Args:
         store: Store of the launch.
@@ -537,7 +538,8 @@ class OtherMachines:
         self.failure: RankFailure | None = None
         self._place, self._open = (store.host, store.port), TCPStore
         self._machine, self._serves = machines.machine_rank, machines.machine_rank == 0
-        self._world = f"--nnodes {machines.num_machines} and --nproc-per-node {len(ranks)}"
+        self._size = machines.num_machines
+        self._world = f"--nnodes {self._size} and --nproc-per-node {len(ranks)}"
         self._first_rank = ranks[0]
         self._own: RankFailure | None = None
         self._left = threading.Event()
@@ -591,22 +593,28 @@ class OtherMachines:
     def _joined(self, store: Store) -> Store | None:
         """The store of this launch, if this launcher may take part; sets the failure if not."""
         name, machine = f"process {os.getpid()} on host {socket.gethostname()}", self._machine
-        if (other := store.compare_set(MACHINE.format(machine), "", name).decode()) != name:
-            twice = ConfigError(
+        own = json.dumps([self._size, self._world, f"machine {machine} ({name})"])
+        size, world, who = json.loads(store.compare_set(WORLD, "", own))
+        other, is_one = name, machine < size
+        if is_one:
+            other = store.compare_set(MACHINE.format(machine), "", name).decode()
+        error = None
+        if other != name:
+            error = ConfigError(
                 f"--node-rank: expected a number of its own for each machine; got {machine} for "
                 f"{name}, which {other} has. Number the machines from 0."
             )
-            self.failure = RankFailure.of(twice, self._first_rank)
-            return None
-        store.add(LISTENING, 1)  # first: the store stays until we have read the end
-        own = json.dumps([self._world, f"machine {machine} ({name})"])
-        world, who = json.loads(store.compare_set(WORLD, "", own))
-        if world != self._world:
-            differs = ConfigError(
+        elif world != self._world:
+            error = ConfigError(
                 f"launch: expected the same number of ranks on all machines; got {self._world} on "
                 f"machine {machine} ({name}), and {world} on {who}. Start all with the same."
             )
-            failure = RankFailure.of(differs, self._first_rank)
+        failure = None if error is None else RankFailure.of(error, self._first_rank)
+        if other != name or not is_one:
+            self.failure = failure
+            return None
+        store.add(LISTENING, 1)  # first: the store stays until we have read the end
+        if failure is not None:
             store.compare_set(END, "", json.dumps(asdict(failure)))
         return store
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+import logging
 import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 # Keyword arguments of every configuration class that are not its fields.
 EXTRA_CONFIG_KEYS = frozenset(
@@ -140,7 +144,8 @@ def config_from_folder(model: ModelConfig, section: str = "model") -> Pretrained
     config = read_config(folder, key, trust=model.trust_remote_code)
     if not hasattr(config, "auto_map"):
         _check_has_causal_lm(config.model_type, type(config), key)
-        _check_family(config, folder / CONFIG)
+        names = tuple(map(str, config.architectures or ()))
+        _tell_of_family(type(config), names, folder / CONFIG)
     _check_sizes(config)
     return config
 
@@ -312,19 +317,22 @@ def _check_has_causal_lm(model_type: str, config_class: type, key: str) -> None:
         )
 
 
-def _check_family(config: PretrainedConfig, file: Path) -> None:
-    """Raises ConfigError if a file names a model of another type than its own, which counts."""
+@lru_cache
+def _tell_of_family(own: type, architectures: tuple[str, ...], file: Path) -> None:
+    """Warns if a file names a model of another type than its own, which counts."""
     import transformers
 
-    own: Any = type(config), transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    packages = {one.__module__.rpartition(".")[0] for one in own}  # some types have other's models
-    for name in config.architectures or ():
+    model: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[own]
+    packages = {one.__module__.rpartition(".")[0] for one in (own, model)}  # another type's model
+    for name in architectures:
         package = getattr(getattr(transformers, name, None), "__module__", "").rpartition(".")[0]
         if package.startswith("transformers.models.") and package not in packages:
-            raise ConfigError(
-                f"architectures in '{file}': expected a model of its model_type "
-                f"'{config.model_type}', such as {own[1].__name__}; got {name}. Correct the one "
-                "that is wrong."
+            logger.warning(
+                "'%s' names a model of another type (architectures: %s) than its model_type, as "
+                "which it is read: %s. If that is wrong, correct model_type",
+                file,
+                name,
+                model.__name__,
             )
 
 

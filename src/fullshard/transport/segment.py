@@ -137,24 +137,24 @@ class Segment:
 
 
 _MAPPINGS: WeakSet[mmap.mmap] = WeakSet()
-LOST: list[range] = []  # addresses that this process had before it was forked
+LOST: WeakSet[mmap.mmap] = WeakSet()  # those of before this process was forked
 
 
 def _shut() -> None:
     """Take access from a forked process. See [Note: forked processes] in transport/base.py."""
     for mapping in _MAPPINGS:
-        LOST.append(range(start := protect(mapping, 0), start + len(mapping)))
+        protect(mapping, 0)
+        LOST.add(mapping)
 
 
-def protect(mapping: mmap.mmap, access: int) -> int:
-    """Limits what this process can do with a mapping to `mmap.PROT_READ`, or 0: nothing.
+def protect(mapping: mmap.mmap, access: int) -> None:
+    """Limits what this process can do with a mapping to `mmap.PROT_READ`, or 0: nothing."""
+    _mprotect(ctypes.c_void_p(start_of(mapping)), ctypes.c_size_t(len(mapping)), access)
 
-    Returns:
-        Its address.
-    """
-    address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
-    _mprotect(ctypes.c_void_p(address), ctypes.c_size_t(len(mapping)), access)
-    return address
+
+def start_of(mapping: mmap.mmap) -> int:
+    """The address of the first byte of a mapping."""
+    return torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
 
 
 _mprotect = ctypes.CDLL(None).mprotect

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import subprocess
 import sys
 import time
@@ -55,6 +56,7 @@ from fullshard.verify.compare import (
     EXACT,
     LOW,
     NUM_TOKENS,
+    ROUTED,
     SINGLE,
     CheckJob,
     Diagnosis,
@@ -174,8 +176,9 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
         exact = SINGLE
         notes.append("The model computes its logits in float32, also in float64.")
     num_micro_batches = min(2, config.training.gradient_accumulation_steps)
+    routed = any(re.search("expert|moe", name) for name in modules)
     job = CheckJob(
-        passes=passes_of(sharding, exact),
+        passes=passes_of(sharding, exact, routed=routed),
         world_size=world_size,
         num_micro_batches=num_micro_batches,
         frozen=frozen,
@@ -319,12 +322,13 @@ def _freeze(
     return frozen
 
 
-def passes_of(sharding: dict[str, Any], exact: float) -> tuple[Pass, ...]:
+def passes_of(sharding: dict[str, Any], exact: float, *, routed: bool) -> tuple[Pass, ...]:
     """One pass in float64, and one in the user's dtypes if those are lower.
 
     Args:
         sharding: Fields of ShardConfig.
         exact: Tolerance in float64.
+        routed: Whether tokens are routed to experts.
     """
     low = (DType.BFLOAT16, DType.FLOAT16)
     master = sharding["master_dtype"] or DType.FLOAT32
@@ -340,7 +344,8 @@ def passes_of(sharding: dict[str, Any], exact: float) -> tuple[Pass, ...]:
         name = next((d for d in (compute, reduce, master) if d in low), compute)
         dtypes = ("float32", compute, reduce)
         alike = not others and master not in low
-        passes.append(Pass(name.value, LOW, settings, *dtypes, scale, rounds_alike=alike))
+        tolerance = ROUTED if routed else LOW
+        passes.append(Pass(name.value, tolerance, settings, *dtypes, scale, rounds_alike=alike))
     return tuple(passes)
 
 

@@ -50,6 +50,7 @@ JOB_FILE = "job.json"
 # Tolerances: in float64; in float64 if the model still returns float32 logits (two ways to write a
 # loss then differ by 1e-7); below float32.
 EXACT, SINGLE, LOW = 1e-9, 1e-4, 0.2
+ROUTED = 0.5  # below float32, where a token may go to other experts
 
 # The epsilon is large. An update is a gradient over the root of its square, so with the usual 1e-8
 # the rounding noise of gradients that should be zero (a bias before a norm) would move weights.

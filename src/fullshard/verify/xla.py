@@ -40,7 +40,7 @@ from fullshard.planner.mesh import row_of
 from fullshard.run.on_xla import state_of, torch_weights
 from fullshard.saving import SaveSettings
 from fullshard.verify.check import PreparedCheck, chunk_size, left_out, model_config_of, passes_of
-from fullshard.verify.compare import LOW, OPTIMIZER, WEIGHTS, CheckJob, Pass
+from fullshard.verify.compare import OPTIMIZER, WEIGHTS, CheckJob, Pass
 from fullshard.verify.faults import Fault, Injection
 from fullshard.xla import opt_state, processes
 from fullshard.xla.decoder import BLOCKS, EMBEDDING, HEAD, DecoderConfig, plan_table, planned
@@ -52,7 +52,6 @@ from fullshard.xla.step import State, Step, train_step
 NUM_STEPS = 20
 LEARNING_RATE = 1e-3  # rounding noise grows faster with larger steps
 EXACT, SINGLE = 1e-10, 1e-5
-ROUTED = 0.5  # below float32, where a token may go to other experts
 MOST_DEVICES = 8
 
 
@@ -119,9 +118,8 @@ def _passes(sharding: ShardConfig, table: ArraysPlan, *, routed: bool) -> tuple[
     """One pass in float64, one in float32, and one in the user's dtypes if those are lower."""
     sizes = table.mesh.axes(table.most_parts)
     settings: dict[str, Any] = {key: value for key, value in sharding if key != "poison"}
-    wide, *low = passes_of({**settings, **sizes}, EXACT)
-    tolerance = ROUTED if routed else LOW
-    low = [replace(choice, tolerance=tolerance, rounds_alike=False) for choice in low]
+    wide, *low = passes_of({**settings, **sizes}, EXACT, routed=routed)
+    low = [replace(choice, rounds_alike=False) for choice in low]
 
     def in_dtype(name: str, tolerance: float) -> Pass:
         fields = {**wide.sharding, "master_dtype": name}

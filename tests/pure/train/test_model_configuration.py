@@ -161,18 +161,20 @@ def test_folder_with_a_configuration_that_transformers_refuses_is_named(tmp_path
         config_from_folder(ModelConfig(name_or_path=str(tmp_path)))
 
 
-def test_a_file_that_names_a_model_of_another_type_is_refused(tmp_path):
-    found = {"model_type": "gpt2", "architectures": ["LlamaForCausalLM"]}
-    (tmp_path / "config.json").write_text(json.dumps(found))
-    told = r"of its model_type 'gpt2', such as GPT2LMHeadModel; got LlamaForCausalLM"
-    with pytest.raises(ConfigError, match=told):
-        config_from_folder(ModelConfig(name_or_path=str(tmp_path)))
+def test_a_file_that_names_a_model_of_another_type_is_told(tmp_path, caplog):
+    def read(model_type, *names):
+        found = {"model_type": model_type, "architectures": names}
+        (tmp_path / "config.json").write_text(json.dumps(found))
+        return config_from_folder(ModelConfig(name_or_path=str(tmp_path))).model_type
+
     for name in ("GPT2Model", "GPT2ForSequenceClassification", "Unheard", "logging"):
-        (tmp_path / "config.json").write_text(json.dumps({**found, "architectures": [name]}))
-        config_from_folder(ModelConfig(name_or_path=str(tmp_path)))
-    # Some types have the models of another.
-    (tmp_path / "config.json").write_text(json.dumps({**found, "model_type": "internlm3"}))
-    config_from_folder(ModelConfig(name_or_path=str(tmp_path)))
+        assert read("gpt2", name) == "gpt2"
+    assert read("internlm3", "LlamaForCausalLM") == "internlm3"  # it has the model of another type
+    assert not caplog.messages
+    assert [read("gpt2", "LlamaForCausalLM") for _ in range(2)] == ["gpt2"] * 2
+    (told,) = caplog.messages
+    assert "architectures: LlamaForCausalLM" in told
+    assert "it is read: GPT2LMHeadModel" in told
 
 
 @pytest.mark.parametrize("name", ["musicgen", "dots3_note"])

@@ -166,6 +166,7 @@ def test_link_that_leads_to_nothing_is_named(tmp_path):
 
 HOLED = {  # and the place of the first zero byte
     "UTF-16": (("eins zwei drei\n" * 100).encode("utf-16-le"), 1),
+    "UTF-16 of another script": (("один два три\n" * 100).encode("utf-16-le"), 9),
     "UTF-32": (("eins zwei drei\n" * 100).encode("utf-32-be"), 0),
     "the end was not written": (b"eins " * 999 + b"\0" * 9, 4995),
     "an archive": (b"a.txt" + b"\0" * 95 + b"eins " * 999, 5),
@@ -177,7 +178,7 @@ def test_many_zero_bytes_in_a_file_are_no_text(tmp_path, case):
     content, offset = HOLED[case]
     path = write(tmp_path / "wide.txt", content)
     assert f"byte 0x00 at offset {offset} of '{path}' (line 1)" in message(path)
-    write(path, b"eins\0" + b"zwei drei\n" * 100)  # a file with one zero byte is text
+    write(path, b"\0".join([b"zwei drei\n" * 10] * 100))  # single zero bytes between documents
     assert make_dataset([text_source(path)], DatasetSettings(1, 300, WHOLE), None)
 
 
