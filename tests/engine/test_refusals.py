@@ -1,6 +1,7 @@
 """What cannot be sharded, and what a sharded model does not take: typed, with the way out."""
 
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -67,6 +68,9 @@ MODELS: dict[str, Callable[[Any], Any]] = {
     "sharded_already": fs.shard,
     "with_sparse": put("mask", lambda _: torch.eye(3).to_sparse(), requires_grad=False),
     "with_a_scripted_part": with_a_scripted_part,
+    "with_a_parent_as_a_child": lambda model: setattr(
+        model.blocks[0], "parent", weakref.proxy(model)
+    ),
 }
 
 

@@ -112,8 +112,18 @@ def places_of(model: nn.Module) -> dict[str, nn.Parameter]:
 
     Uses torch's base method, because wrappers such as CheckpointWrapper override it with names that
     `get_submodule` does not accept.
+
+    Raises:
+        UnsupportedModelError: A module contains itself.
     """
-    return dict(nn.Module.named_parameters(model, remove_duplicate=False))
+    try:
+        return dict(nn.Module.named_parameters(model, remove_duplicate=False))
+    except RecursionError as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: expected a tree of modules; got a module that contains "
+            "itself, because torch registers an attribute such as self.parent (also a "
+            "weakref.proxy) as a child. Set it with object.__setattr__(self, 'parent', parent)."
+        ) from error
 
 
 def param_spec(names: tuple[str, ...], param: nn.Parameter) -> ParamSpec:
