@@ -18,6 +18,8 @@ from torch._compile import _disable_dynamo
 from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fullshard.errors import EngineError
+
 # The norms of many tensors at once; public only as a step of torch.nn.utils.get_total_norm.
 foreach_norm: Callable[..., Any] = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 foreach_zero: Callable[..., Any] = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage]
@@ -34,13 +36,15 @@ GRAD: Any = torch.Tensor.grad  # the slot of `.grad`, for tensors that show anot
 no_guard = torch._C.DisableTorchFunctionSubclass
 
 
-@_disable_dynamo
-def call_outside_compile(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a hook that torch.compile shall neither trace nor compile.
+# Decorates hooks that torch.compile shall neither trace nor compile, also those of a backward that
+# a compiled function calls. Public as torch.compiler.disable, which imports the compiler at once (a
+# second), this one at the first call.
+uncompiled: Callable[[Callable[..., Any]], Callable[..., Any]] = _disable_dynamo
 
-    Public as torch.compiler.disable, which imports the compiler at once (a second), this one at the
-    first call.
-    """
+
+@uncompiled
+def call_outside_compile(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a hook that torch.compile shall neither trace nor compile."""
     return function(*args)
 
 
@@ -194,8 +198,19 @@ class NodeHook:
         self.holder._backward_hooks = None if function is None else {0: function}
 
 
-# The autograd node that this thread computes, also while its hooks are called.
-current_node: Callable[[], Any] = torch._C._current_autograd_node  # type: ignore[attr-defined]
+def current_node() -> Any:
+    """The autograd node that this thread computes, also while its hooks are called.
+
+    Raises:
+        EngineError: Compiled autograd runs, which calls hooks outside of nodes.
+    """
+    node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+    if node is None:
+        raise EngineError(
+            "backward under compiled autograd: expected autograd itself, whose hooks gather and "
+            "reduce; set torch._dynamo.config.compiled_autograd = False."
+        )
+    return node
 
 
 def set_versions(tensors: tuple[torch.Tensor, ...], versions: tuple[int, ...]) -> None:
@@ -205,7 +220,8 @@ def set_versions(tensors: tuple[torch.Tensor, ...], versions: tuple[int, ...]) -
 
 def queue_callback(function: Callable[[], None]) -> None:
     """Call `function` when the running backward is done."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
+    call = functools.partial(call_outside_compile, function)
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 # The number that the next autograd node of this thread will get.
