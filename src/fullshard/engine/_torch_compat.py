@@ -18,8 +18,6 @@ from torch._compile import _disable_dynamo
 from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fullshard.errors import EngineError
-
 # The norms of many tensors at once; public only as a step of torch.nn.utils.get_total_norm.
 foreach_norm: Callable[..., Any] = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 foreach_zero: Callable[..., Any] = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage]
@@ -198,19 +196,8 @@ class NodeHook:
         self.holder._backward_hooks = None if function is None else {0: function}
 
 
-def current_node() -> Any:
-    """The autograd node that this thread computes, also while its hooks are called.
-
-    Raises:
-        EngineError: Compiled autograd runs, which calls hooks outside of nodes.
-    """
-    node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
-    if node is None:
-        raise EngineError(
-            "backward under compiled autograd: expected autograd itself, whose hooks gather and "
-            "reduce; set torch._dynamo.config.compiled_autograd = False."
-        )
-    return node
+# The autograd node that this thread computes, also while its hooks are called.
+current_node: Callable[[], Any] = torch._C._current_autograd_node  # type: ignore[attr-defined]
 
 
 def set_versions(tensors: tuple[torch.Tensor, ...], versions: tuple[int, ...]) -> None:
