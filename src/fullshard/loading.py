@@ -43,6 +43,7 @@ from fullshard.engine.state import (
     restore_optimizer,
 )
 from fullshard.errors import CheckpointError, untrusted
+from fullshard.planner.layout import clean_name
 from fullshard.saving import (
     EXTRA,
     GROUPS,
@@ -219,6 +220,10 @@ def _keys_of(checkpoint: Checkpoint, wanted: list[LocalPart]) -> list[str]:
             hint = f" Did you mean {close}?" if (close := nearest(name, saved) or "") else ""
             if (ADAPTED in close) != (ADAPTED in name):
                 hint = " One of the two has the adapters of lora, the other has none."
+            if clean_name(name) in map(clean_name, saved):
+                hint = (
+                    " Only one of the two has torch.compile(module); module.compile() keeps names."
+                )
             raise CheckpointError(
                 f"checkpoint '{checkpoint.path}': expected {name} of shape {part.shape}; the "
                 f"checkpoint has no such tensor.{hint} Build the model that was saved."

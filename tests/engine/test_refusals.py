@@ -1,6 +1,7 @@
 """Models that cannot be sharded and calls that are unsupported raise typed errors with a remedy."""
 
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,6 +27,16 @@ def whole(model):
 
 
 # ---- models -----------------------------------------------------------------------------------
+
+
+class Twin(nn.Linear):
+    """All of them are equal."""
+
+    def __eq__(self, _):
+        return True
+
+    def __hash__(self):
+        return 0
 
 
 class Quantized(nn.Parameter):
@@ -67,6 +78,10 @@ MODELS: dict[str, Callable[[Any], Any]] = {
     "sharded_already": fs.shard,
     "with_sparse": put("mask", lambda _: torch.eye(3).to_sparse(), requires_grad=False),
     "with_a_scripted_part": with_a_scripted_part,
+    "with_equal_modules": lambda model: model.blocks.extend([Twin(10, 10), Twin(10, 10)]),
+    "with_a_parent_as_a_child": lambda model: setattr(
+        model.blocks[0], "parent", weakref.proxy(model)
+    ),
 }
 
 

@@ -257,8 +257,7 @@ def ignored_ids(root: nn.Module) -> set[int]:
 
 def names_in(module: nn.Module, ids: set[int]) -> tuple[str, ...]:
     """Names of the parameters with these ids, the further names of tied ones too."""
-    params = nn.Module.named_parameters(module, remove_duplicate=False)
-    return tuple(sorted(name for name, param in params if id(param) in ids))
+    return tuple(sorted(name for name, param in places_of(module).items() if id(param) in ids))
 
 
 def swap_class(module: nn.Module, interface: type, name: str) -> None:

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch._C._dynamo import eval_frame
 from torch._compile import _disable_dynamo
 from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
@@ -34,13 +35,21 @@ GRAD: Any = torch.Tensor.grad  # the slot of `.grad`, for tensors that show anot
 no_guard = torch._C.DisableTorchFunctionSubclass
 
 
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Exclude a hook of autograd from torch.compile, also in a backward that compiled code calls.
+
+    torch.compiler.disable does so for 0.3 us per call, which is 4 % of a unit of 48 parameters.
+    """
+    skip: Any = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
+
+
+# Public as torch.compiler.disable, which imports the compiler at once (a second), this one at the
+# first call.
 @_disable_dynamo
 def call_outside_compile(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a hook that torch.compile shall neither trace nor compile.
-
-    Public as torch.compiler.disable, which imports the compiler at once (a second), this one at the
-    first call.
-    """
+    """Call a hook that torch.compile shall neither trace nor compile."""
     return function(*args)
 
 
@@ -205,7 +214,8 @@ def set_versions(tensors: tuple[torch.Tensor, ...], versions: tuple[int, ...]) -
 
 def queue_callback(function: Callable[[], None]) -> None:
     """Call `function` when the running backward is done."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
+    call = functools.partial(call_outside_compile, function)
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 # The number that the next autograd node of this thread will get.

@@ -97,11 +97,13 @@ class ModuleTensors:
 def own_modules(module: nn.Module, others: set[int]) -> list[nn.Module]:
     """A module and its descendants, without the modules with these ids and their descendants.
 
-    Scripted modules are skipped, because they cannot have hooks.
+    Scripted modules are skipped, because they cannot have hooks, and weakref.proxy objects, which
+    `children()` cannot hash: something else holds the module.
     """
     found = [module]
-    for child in module.children():
-        if id(child) not in others and not isinstance(child, torch.jit.ScriptModule):
+    for child in {id(child): child for child in module._modules.values()}.values():
+        skipped = isinstance(child, (torch.jit.ScriptModule, *weakref.ProxyTypes))
+        if child is not None and id(child) not in others and not skipped:
             found += own_modules(child, others)
     return found
 

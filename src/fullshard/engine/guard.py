@@ -217,10 +217,15 @@ def _stepping() -> str | None:
 
 def misfit(name: str, like: Any, got: str) -> ShardedTensorError:
     """Returns the error for operands whose shapes differ from the shard's."""
+    cure = "Slice them as fs.sharding(p) says, or use p.full_tensor()."
+    if not name.endswith("_"):
+        cure += (
+            " A method other than forward that computes with its module's weights needs a call "
+            "from forward, or `with fs.unsharded(model):`."
+        )
     return ShardedTensorError(
         f"{name} on the shard of {like.record.describe()}: expected operands of the shard's "
-        f"own shape {tuple(like.shape)} or numbers; got others: {got}. "
-        "Slice them as fs.sharding(p) says, or use p.full_tensor()."
+        f"own shape {tuple(like.shape)} or numbers; got others: {got}. {cure}"
     )
 
 

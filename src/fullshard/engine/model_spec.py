@@ -73,6 +73,12 @@ def spec_of(
     specs = tuple(replace(p, mesh=meshes.get(p.name), parts=of.get(p.name, p.parts)) for p in found)
     places = nn.Module.named_parameters(model)
     known = [(n, p) for n, p in places if id(p) in names or type(p) is nn.Parameter]
+    listed = {id(param) for _, param in known}
+    if missing := [every[0] for key, every in names.items() if key not in listed]:
+        raise UnsupportedModelError(
+            f"{missing[0]}: expected modules that compare unequal; got two equal ones, of which "
+            "torch's parameters() returns one. Compare by identity (a dataclass: eq=False)."
+        )
     refuse_overlaps(memory_of(known, {n for n, p in known if id(p) not in names}))
     buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
     saved = {id(b): b.nbytes for module in model.modules() for b in saved_buffers(module)}
@@ -112,8 +118,18 @@ def places_of(model: nn.Module) -> dict[str, nn.Parameter]:
 
     Uses torch's base method, because wrappers such as CheckpointWrapper override it with names that
     `get_submodule` does not accept.
+
+    Raises:
+        UnsupportedModelError: A module contains itself.
     """
-    return dict(nn.Module.named_parameters(model, remove_duplicate=False))
+    try:
+        return dict(nn.Module.named_parameters(model, remove_duplicate=False))
+    except RecursionError as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: expected a tree of modules; got a module that contains "
+            "itself, because torch registers an attribute such as self.parent (also a "
+            "weakref.proxy) as a child. Set it with object.__setattr__(self, 'parent', parent)."
+        ) from error
 
 
 def param_spec(names: tuple[str, ...], param: nn.Parameter) -> ParamSpec:

@@ -542,7 +542,8 @@ _SETTINGS = (
     "expected optimizers and clipping with the same numbers on every rank (lr, weight_decay, "
     "betas, max_norm, a GradScaler's scale, the steps in states ...); a rank used others since the "
     "last backward, so parts of the model were updated differently. A schedule that follows the "
-    "loss needs the loss of all ranks (dist.all_reduce); clipping needs empty shards, too."
+    "loss needs the loss of all ranks (dist.all_reduce); clipping needs empty shards, too, and no "
+    "parameters made after sharding (in a first forward), whose gradients are of one rank."
 )
 _UNLIKE = {  # errors of hashes that differ between ranks
     "": "expected the same call on every rank; another rank made another call, and their numbers "

@@ -70,6 +70,7 @@ from fullshard.engine._torch_compat import (
     no_guard,
     outside_modes,
     queue_callback,
+    uncompiled,
     unwrapped,
 )
 from fullshard.engine.attributes import ModuleTensors, Undo, change_tensors, put_back, tensors_in
@@ -109,6 +110,7 @@ class Use:
     retained: bool = False
     num_views: int | None = None
 
+    @uncompiled
     def enter(self, _: Any) -> None:
         """Begin its backward: a hook of autograd nodes."""
         alive(self.runtime, "backward")._enter_backward(self)
@@ -218,9 +220,7 @@ class Runtime:
             self.follow_writes()
             unit.check_frozen()
         use = Use(ref(self), index, self.stack[-1] if self.stack else None, self._generation)
-        self._node_hooks[index].call(
-            lambda _: None if use.task == graph_task_id() else _enter_after_hooks(use)
-        )
+        self._node_hooks[index].call(partial(_enter_after_hooks, use))
         events = self.scheduler.enter_forward(index)
         try:
             self._run(events)
@@ -569,12 +569,14 @@ def _begin_last_gather(runtime: Runtime) -> None:
         disk.begin()
 
 
-def _enter_after_hooks(use: Use) -> None:
+@uncompiled
+def _enter_after_hooks(use: Use, _: Any) -> None:
     """Enter a unit's backward once the hooks of the tensor whose gradient arrived have run.
 
     They may differentiate through other units. If the backward ends at the tensor, nothing follows.
     """
-    if use not in (node := current_node()).metadata:  # of an earlier backward
+    entered = use.task == graph_task_id()
+    if not entered and use not in (node := current_node()).metadata:  # of an earlier backward
         node.metadata[use] = None
         node.register_prehook(use.enter)
 

@@ -23,6 +23,7 @@ from fullshard.engine._torch_compat import (
     plain,
     set_versions,
     storage_use_count,
+    uncompiled,
     will_execute,
 )
 from fullshard.engine.computed import DATA, Computed, Released, gather_piece, kept_tensors, released
@@ -684,6 +685,7 @@ def gradient_hook(member: Member) -> Callable[..., None]:
     return partial(_on_gradient, weakref.ref(member))
 
 
+@uncompiled
 def _on_gradient(weak: weakref.ref[Member], *_: Any) -> None:
     """The hook of a compute parameter's node, which autograd calls with the final gradient."""
     member = weak() or alive(weak, "backward")
