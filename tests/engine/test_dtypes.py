@@ -80,6 +80,10 @@ def test_modules_in_float32_have_the_bits_of_an_emulation(name, transport):
 def test_a_module_that_is_not_there_is_refused():
     with pytest.raises(ConfigError, match=r"fp32_modules: .*'blocks.0.nrom'.*Did you mean"):
         fs.shard(Chain(3), param_dtype="bf16", fp32_modules=["blocks.0.nrom"])
+    tied = Chain(3)
+    tied.blocks[1].lin.weight = tied.blocks[0].lin.weight
+    with pytest.raises(ConfigError, match=r"fp32_modules: .* tied .*Name blocks.0.lin too"):
+        fs.shard(tied, param_dtype="bf16", fp32_modules=["blocks.1"])
 
 
 # ---- bf16 masters --------------------------------------------------------------------------------
