@@ -60,7 +60,7 @@ def read_tokenizer(folder: Path, key: str, *, trust: bool = False) -> PreTrained
         )
     except Exception as error:
         raise _refused(error, folder, key, "a tokenizer that loads") from error
-    model = getattr(getattr(found, "backend_tokenizer", None), "model", None)
+    model: Any = getattr(getattr(found, "backend_tokenizer", None), "model", None)
     if getattr(model, "dropout", None):
         _say_dropout(folder)
         model.dropout = None
