@@ -81,8 +81,8 @@ def test_a_module_that_is_not_there_is_refused():
     with pytest.raises(ConfigError, match=r"fp32_modules: .*'blocks.0.nrom'.*Did you mean"):
         fs.shard(Chain(3), param_dtype="bf16", fp32_modules=["blocks.0.nrom"])
     tied = Chain(3)
-    tied.blocks[1].lin.weight = tied.blocks[0].lin.weight
-    with pytest.raises(ConfigError, match=r"fp32_modules: .* tied .*Name blocks.0.lin too"):
+    tied.blocks[1].up.weight = tied.blocks[0].up.weight
+    with pytest.raises(ConfigError, match=r"fp32_modules: .* tied .*Name blocks.0.up too"):
         fs.shard(tied, param_dtype="bf16", fp32_modules=["blocks.1"])
 
 
