@@ -169,6 +169,12 @@ def test_a_refused_export_names_the_reason_and_leaves_no_file(fullshard, written
     for words in (("export", written / "llama"), ("import", written / "llama")):
         done = fullshard("ckpt", *words, tmp_path / "full", "--dry-run", code=7)
         assert "expected a new or empty folder" in done.err
+    config = json.loads((written / "llama" / "config.json").read_text())
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    words = ("ckpt", "export", written / "llama", tmp_path / "new", "--dry-run", "--json")
+    done = fullshard(*words, "--config", tmp_path / "config", code=0)
+    assert done.json["left_out"] == [f"rms_norm_eps {config['rms_norm_eps']}: --config has 0.5"]
     other = whole("mixture of experts")
     other.save_pretrained(tmp_path / "config")
     words = ("ckpt", "export", written / "llama", tmp_path / "new")

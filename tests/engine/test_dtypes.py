@@ -80,6 +80,10 @@ def test_modules_in_float32_have_the_bits_of_an_emulation(name, transport):
 def test_a_missing_module_is_refused():
     with pytest.raises(ConfigError, match=r"fp32_modules: .*'blocks.0.nrom'.*Did you mean"):
         fs.shard(Chain(3), param_dtype="bf16", fp32_modules=["blocks.0.nrom"])
+    tied = Chain(3)
+    tied.blocks[1].up.weight = tied.blocks[0].up.weight
+    with pytest.raises(ConfigError, match=r"fp32_modules: .* tied .*Name blocks.0.up too"):
+        fs.shard(tied, param_dtype="bf16", fp32_modules=["blocks.1"])
 
 
 # ---- bf16 masters --------------------------------------------------------------------------------

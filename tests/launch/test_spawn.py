@@ -262,6 +262,13 @@ def test_a_launch_of_no_process_or_of_too_many_is_refused(number, tmp_path):
         launch_local_ranks(launch)
 
 
+def test_a_launch_with_too_few_open_files_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (39, 39))
+    launch = LocalLaunch("support.launch_job", (), 2, tmp_path / "logs")
+    with pytest.raises(ConfigError, match="ulimit -n: expected at least 40 open files for 2 ranks"):
+        launch_local_ranks(launch)
+
+
 @pytest.fixture
 def started(tmp_path):
     """`started(rank, *words)` starts a command as a rank."""

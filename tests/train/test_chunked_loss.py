@@ -137,18 +137,23 @@ def test_the_head_keeps_its_own_forward_and_hooks_of_the_user():
     assert shapes == [(1, 1, 1), (*given["input_ids"].shape, VOCAB)] * 2
 
 
-def test_a_head_in_float32_gets_float32_inputs_and_returns_a_float32_loss():
+def losses_of_a_float32_head():
     found = []
     for chunk in (CHUNK, 0):
         model = llama(tied=False).float()
         head = Head(model)
-        fs.shard(model, param_dtype="bf16", fp32_modules=["lm_head"])
+        fs.shard(model, param_dtype="bf16", fp32_modules=["lm_head"], wrap=["Linear"])
         loss = next_token(head, chunk) if chunk else whole_logits_loss
         total, count = loss(model, batches(0)[0])
         (total / count).backward()
-        found.append((total.detach(), *(p.grad.clone() for p in model.parameters())))
-    assert found[0][0].dtype is torch.float32
-    torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
+        found.append((total.detach(), *(p.grad.to_local().clone() for p in model.parameters())))
+    return found
+
+
+def test_a_head_in_float32_gets_float32_inputs_and_returns_a_float32_loss(ranks):
+    for found in (losses_of_a_float32_head(), *ranks(2)(losses_of_a_float32_head)):
+        assert found[0][0].dtype is torch.float32
+        torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
 
 
 def test_no_tensor_of_tokens_by_vocabulary_exists():

@@ -21,8 +21,9 @@ from fullshard.data.dataset import load_facts
 from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.data.records import WRITTEN, files_at, identity
 from fullshard.data.text import Dataset, DatasetSettings, make_dataset, text_source, written
-from fullshard.data.tokenize import train_tokenizer
-from fullshard.errors import DataError
+from fullshard.data.tokenize import fast_encoder, train_tokenizer
+from fullshard.engine.hugging_face import read_tokenizer
+from fullshard.errors import ConfigError, DataError
 from fullshard.recipes.base import make_data
 from fullshard.recipes.registry import Command, check_paths
 from support.text import seeded_text
@@ -600,6 +601,24 @@ def test_cache_files_appear_complete_and_keep_the_first_writers_contents(
         assert seen == [False, file, identity(file)]
     if left == "abcd":
         assert (identity(file), seen) == (before, [])
+
+
+def test_a_tokenizer_gives_the_same_tokens_every_time_or_a_typed_error(tmp_path, caplog):
+    made = train_tokenizer([seeded_text(200)], 300)
+    made.save_pretrained(tmp_path / "made")
+    file = tmp_path / "made" / "tokenizer.json"
+    parts = json.loads(file.read_text())
+    parts["model"]["dropout"] = 0.5
+    file.write_text(json.dumps(parts))
+    found = read_tokenizer(tmp_path / "made", "FOLDER")
+    assert found(seeded_text(99))["input_ids"] == made(seeded_text(99))["input_ids"]
+    assert "(model.dropout); it is off here" in caplog.text
+    unknown = {"type": "WordPiece", "unk_token": "?", "continuing_subword_prefix": "", "vocab": {}}
+    parts["model"] = {**unknown, "max_input_chars_per_word": 9}
+    with pytest.raises(
+        ConfigError, match=r"data.tokenizer: .*Missing .* Correct its tokenizer.json"
+    ):
+        fast_encoder(json.dumps(parts))(["a"])
 
 
 def test_a_tokenizer_is_trained_once_for_the_same_text(tmp_path, monkeypatch):

@@ -101,7 +101,6 @@ def load(
 def say_lost(resolved: Resolved) -> None:
     """Print the keys of another tool's file that have no effect here, or that a file overrules."""
     from fullshard.config.environment import read_launch_environment, settings_of_accelerate
-    from fullshard.config.rules import Status
 
     launch = read_launch_environment()
     if launch is not None and launch.rank != 0:
@@ -110,7 +109,7 @@ def say_lost(resolved: Resolved) -> None:
         what = "settings of `accelerate launch` have no effect here. Pass its file: --config_file"
         print(f"environment: {', '.join(asked)}: {what} FILE")
     for note in resolved.notes:
-        if note.status is Status.LOST or note.is_overruled:
+        if note.is_told:
             print(note)
 
 

@@ -46,7 +46,6 @@ def lint(
 
     The exit code is 2 if there are errors or known-bad settings.
     """
-    from fullshard.config.rules import Status
     from fullshard.config.supported import findings
     from fullshard.launch.exit_codes import ExitCode
 
@@ -60,7 +59,7 @@ def lint(
         print(": ".join(part for part in (one["place"], one["key"], one["why"]) if part))
     listed = {one["key"] for one in found}
     notes = (note for note in resolved.notes if note.key not in listed)
-    lost = [str(note) for note in notes if note.status is Status.LOST]
+    lost = [str(note) for note in notes if note.is_told and not note.is_overruled]
     for one in lost or ([] if found or refused else ["nothing found"]):
         print(one)
     result = {"refused": refused, "findings": found, "lost": lost}

@@ -95,7 +95,7 @@ def _sentence(prepared: PreparedCheck, verdict: Verdict) -> str:
         return f"NOT EQUAL  {what}. {verdict.diagnosis.says}"
     if job.fault is not None:
         return f"NOT FOUND  {what} matches one process in spite of the fault {job.fault}."
-    return f"EQUAL  {what} matches one process ({verdict.time_s:.0f} s)."
+    return f"EQUAL  {what}, with random weights, matches one process ({verdict.time_s:.0f} s)."
 
 
 def _print_prepared(prepared: PreparedCheck) -> None:

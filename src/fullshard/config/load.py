@@ -283,7 +283,7 @@ def _load(
         config = config.model_copy(update={"model": ModelConfig.model_construct()})
         values_from["model.name_or_path"] = Origin(OriginKind.MISSING)
     notes = (
-        *(_judge(n, index) for one in layers for n in one.notes),
+        *(_judge(n, index) for one in layers for n in one.notes if _applies(n, values_from)),
         *_idle(config, values_from, job),
     )
     return Resolved(config, values_from, index, notes, dialects, job)
@@ -488,8 +488,17 @@ def _near(problem: Problem) -> Problem:
 # ---- notes and origins
 
 
+def _applies(note: Note, origins: Mapping[str, Origin]) -> bool:
+    """Whether a note has its key, or another tool's default no key of ours in its place."""
+    keys = [key for target in note.targets for key in (target, *rivals_of(target))]
+    is_free = all(origins[key] == DEFAULT for key in keys if key in origins)
+    return note.status is not Status.NOT_GIVEN or is_free
+
+
 def _judge(note: Note, index: Origins) -> Note:
     """Updates the notes of keys that another key has replaced."""
+    if note.status is Status.NOT_GIVEN:
+        return note
     deciding = [
         index.origin_of(target, is_default=False, sources=derived_from(target))
         for target in note.targets

@@ -40,6 +40,7 @@ class Status(StrEnum):
     TRANSLATED = "translated"  # one of our keys has the same meaning
     LOST = "lost"  # it requests something that will not happen
     NO_EFFECT = "no_effect"  # it requests existing behaviour, or has no meaning here
+    NOT_GIVEN = "not_given"  # it is absent, and the other tool's default is not ours
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,11 @@ class Note:
     place: str
     targets: tuple[str, ...] = ()
     is_overruled: bool = False
+
+    @property
+    def is_told(self) -> bool:
+        """Whether a run prints it, because the other tool would do something else."""
+        return self.is_overruled or self.status in (Status.LOST, Status.NOT_GIVEN)
 
     def __str__(self) -> str:
         """The note as a line of `config explain`."""
@@ -247,6 +253,11 @@ def marks_of(tool: str) -> frozenset[str]:
     """The top-level keys by which a tool's file is recognized."""
     marks = {row["tool"]: row["keys"] for row in _tables()["MARKS"]}
     return frozenset(marks[tool].split())
+
+
+def defaults_of(tool: str) -> list[dict[str, Any]]:
+    """The rows of a tool's defaults that are not ours."""
+    return [row for row in _tables()["DEFAULTS"] if row["tool"] == tool]
 
 
 @cache

@@ -240,6 +240,9 @@ def _check_same(shard: Shard) -> None:
         )
 
 
+_BROKEN = "Correct its tokenizer.json, or tokenizer_class in tokenizer_config.json."
+
+
 def fast_encoder(tokenizer: str) -> Encoder:
     """The encoder of a tokenizer of the tokenizers library, from its JSON."""
     from tokenizers import Tokenizer
@@ -249,7 +252,9 @@ def fast_encoder(tokenizer: str) -> Encoder:
     backend.no_padding()
 
     def encode(texts: list[str]) -> Iterator[Sequence[int]]:
-        return (one.ids for one in backend.encode_batch_fast(texts, add_special_tokens=False))
+        with untrusted("data.tokenizer", "one that encodes every text", ConfigError, _BROKEN):
+            found = backend.encode_batch_fast(texts, add_special_tokens=False)
+        return (one.ids for one in found)
 
     return encode
 

@@ -11,6 +11,7 @@ import inspect
 import logging
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +55,22 @@ def read_tokenizer(folder: Path, key: str, *, trust: bool = False) -> PreTrained
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+        found = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust
+        )
     except Exception as error:
         raise _refused(error, folder, key, "a tokenizer that loads") from error
+    model: Any = getattr(getattr(found, "backend_tokenizer", None), "model", None)
+    if getattr(model, "dropout", None):
+        _say_dropout(folder)
+        model.dropout = None
+    return found
+
+
+@cache
+def _say_dropout(folder: Path) -> None:
+    what = "tokenizer.json drops merges at random (model.dropout); it is off here"
+    logger.warning("%s: %s, so that a text has the same tokens every time", folder, what)
 
 
 def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -177,10 +177,11 @@ def apply_dtypes(model: nn.Module, config: ShardConfig) -> None:
             # The user's hooks see float32; a hook that replaces the output gives its own dtype.
             module.register_forward_pre_hook(_to_float32, prepend=True, with_kwargs=True)
             module.register_forward_hook(partial(cast_output, low))
-            hooks = module._forward_hooks
-            for key, hook in [*hooks.items()]:
-                if getattr(getattr(hook, "__self__", None), "replaces_output", False):
-                    hooks[key] = hooks.pop(key)  # now the last one
+            hooks, follows = module._forward_hooks, False
+            for key, hook in [*hooks.items()][:-1]:
+                follows |= getattr(getattr(hook, "__self__", None), "replaces_output", False)
+                if follows:  # and so does the unit's own hook, which frees the weights
+                    hooks[key] = hooks.pop(key)
 
 
 def _cast_alike(

@@ -61,11 +61,11 @@ def open_source(path: Path, config: Path | None = None) -> Generator[Source]:
     """
     if config is not None and not (config / "config.json").is_file():
         raise ConfigError(f"--config: expected a folder with config.json; got '{config}'.")
-    given = {} if config is None else {"companions": companions_of(config)}
+    given = {} if config is None else companions_of(config)
     with ExitStack() as closing:
         if _is_ours(path):
             source = closing.enter_context(open_checkpoint(newest_complete(path, warns=True)))
-            yield replace(source, **given)
+            yield _with(source, given)
             return
         with untrusted(f"'{path}'", "a checkpoint of a known tool"):
             check = partial(_check_stay, _weights_in(path))
@@ -87,8 +87,20 @@ def open_source(path: Path, config: Path | None = None) -> Generator[Source]:
             if source.step is not None:
                 natural(source.step)
         tensors = {n: replace(e, origin=f"'{path}': {n}") for n, e in source.tensors.items()}
-        yield replace(source, tensors=tensors, check=check, **given)
+        yield _with(replace(source, tensors=tensors, check=check), given)
         check()
+
+
+def _with(source: Source, given: dict[str, bytes]) -> Source:
+    """The source with other companions, and a note on each setting that they change."""
+    with untrusted("config.json", "the configuration of a model"):
+        own, other = (
+            dict(json.loads(files.get("config.json", "{}"))) for files in (source.companions, given)
+        )
+    keys = sorted(own.keys() & other.keys() - {"architectures", "dtype", "transformers_version"})
+    notes = [f"{k} {own[k]}: --config has {other[k]}" for k in keys if own[k] != other[k]]
+    found = given or source.companions
+    return replace(source, companions=found, left_out=(*source.left_out, *notes))
 
 
 def _weights_in(path: Path) -> dict[Path, tuple[int, int] | None]:

@@ -27,6 +27,7 @@ import gc
 import logging
 import os
 import re
+import resource
 import select
 import selectors
 import socket
@@ -242,12 +243,7 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
     if caught is None:
         with caught_stop_signals() as caught:
             return launch_local_ranks(replace(launch, caught=caught))
-    most = max(1, host_memory.limit().num_bytes // LEAST_RANK_BYTES)
-    if not 1 <= launch.num_processes <= most:
-        raise ConfigError(
-            f"launch.num_processes: expected an integer >= 1 and <= {most:,}, the number for which "
-            f"this machine has memory, got {launch.num_processes:,}."
-        )
+    _check_limits(launch.num_processes)
     gc.collect()
     with contextlib.suppress(AttributeError):  # glibc's: what preparing the run took goes back
         ctypes.CDLL(None).malloc_trim(0)
@@ -289,6 +285,21 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
             result = supervisor.watch(caught)
             others.leave(result.for_others(machines.machine_rank, launch.ranks[0]))
             return result
+
+
+def _check_limits(num_processes: int) -> None:
+    most = max(1, host_memory.limit().num_bytes // LEAST_RANK_BYTES)
+    if not 1 <= num_processes <= most:
+        raise ConfigError(
+            f"launch.num_processes: expected an integer >= 1 and <= {most:,}, the number for which "
+            f"this machine has memory, got {num_processes:,}."
+        )
+    files, least = resource.getrlimit(resource.RLIMIT_NOFILE)[0], 32 + 4 * num_processes
+    if 0 <= files < least:  # without a descriptor, the ranks' store waits for ever
+        raise ConfigError(
+            f"ulimit -n: expected at least {least} open files for {num_processes} ranks, got "
+            f"{files}. Raise that limit."
+        )
 
 
 def print_failure(launch: LocalLaunch, result: LaunchResult) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from fullshard.config.values import show
 from fullshard.engine.hugging_face import start_of
-from fullshard.errors import ConfigError, DivergedError, printable
+from fullshard.errors import ConfigError, DivergedError, printable, untrusted
 from fullshard.models.config import check_model_folder, check_no_checkpoint, num_positions
 
 logger = logging.getLogger(__name__)
@@ -111,10 +111,11 @@ def model_folder_of(folder: Path) -> Path:
 
 
 def _checked(_ids: Any, scores: Any) -> Any:
-    """Refuse NaN scores, from which no meaningful token could be sampled."""
-    if scores.isnan().any():
+    """Refuse NaN and infinity, from which no meaningful token could be sampled."""
+    if not (scores < float("inf")).all():
         raise DivergedError(
-            "expected weights that give scores for tokens, got NaN. Use an earlier checkpoint."
+            "expected weights that give scores for tokens, got NaN or infinity. "
+            "Use an earlier checkpoint."
         )
     return scores
 
@@ -222,8 +223,9 @@ class Sampler:
                 "Leave --chat out, or add chat_template.jinja to the model's folder."
             )
         if chat:
-            said = [{"role": "user", "content": prompt}]
-            prompt = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+            said = {"conversation": [{"role": "user", "content": prompt}], "tokenize": False}
+            with untrusted("--chat", "a chat template that takes a prompt", ConfigError):
+                prompt = tokenizer.apply_chat_template(add_generation_prompt=True, **said)
         start = () if chat else start_of(tokenizer)  # a chat template writes its own
         ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else []
         positions = num_positions(self.model.config) or len(start) + len(ids) + 1

@@ -121,6 +121,23 @@ def test_a_key_that_would_change_numbers_is_lost_and_not_idle(load, text, is_los
     assert any(note.status is Status.LOST for note in load(text).notes) == is_lost
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("scheduler: {type: WarmupLR}", {"gradient_clipping", "lr", "warmup_num_steps"}),
+        ("scheduler: {params: {warmup_num_steps: 9}}\ngradient_clipping: 0", {"lr"}),
+        ("optimizer: {params: {lr: 1}}\ntraining: {max_grad_norm: 1}", {"scheduler"}),
+        (
+            "optimizer: {params: {lr: auto}}\ntraining: {lr_scheduler_type: linear}",
+            {"gradient_clipping"},
+        ),
+    ],
+)
+def test_a_default_of_another_tool_that_is_not_ours_is_told(load, text, told):
+    notes = load(f"zero_optimization: true\n{text}").notes
+    assert {n.key.rpartition(".")[2] for n in notes if n.status is Status.NOT_GIVEN} == told
+
+
 def test_no_is_a_word_in_accelerate_and_means_one_process(load):
     config = load("distributed_type: NO\nmixed_precision: no\nfsdp_config:\n").config
     assert (config.strategy, config.launch.num_processes) == (Strategy.NO_SHARD, 1)
@@ -371,5 +388,5 @@ def test_json_with_tabs_is_read(load):
 def test_no_key_occurs_twice_in_a_table_of_keys():
     text = files("fullshard.config.dialects").joinpath("keys.yaml").read_text("utf-8")
     for table, rows in yaml.safe_load(text).items():
-        names = " ".join(row["keys"] for row in rows).split()
+        names = " ".join(row.get("keys", "") for row in rows).split()
         assert sorted(set(names)) == sorted(names), table

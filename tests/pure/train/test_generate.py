@@ -72,6 +72,14 @@ def test_more_tokens_than_positions_are_reported_or_refused(caplog):
                 sampler.samples(["abc"])
 
 
+@pytest.mark.parametrize("template", ["{{", "{{ raise_exception('no') }}", "{{ x.y.z }}"])
+def test_a_chat_template_that_fails_is_a_typed_error(model, template):
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = template
+    with pytest.raises(ConfigError, match="--chat: expected a chat template that takes a prompt"):
+        Sampler(model, tokenizer, SamplingSettings(4)).samples(["a"], chat=True)
+
+
 class Begun(Letters):
     """A tokenizer that adds start and end tokens to every text."""
 
@@ -91,10 +99,10 @@ def test_a_prompt_begins_with_the_start_tokens_even_if_it_is_cut(model):
     assert cut == [1] + [ord("x") % 64] * (model.config.max_position_embeddings // 2 - 1)
 
 
-@pytest.mark.parametrize("temperature", [0, 0.7])
-def test_nan_weights_generate_no_text(model, temperature):
+@pytest.mark.parametrize(("temperature", "value"), [(0, "nan"), (0.7, "nan"), (0, "inf")])
+def test_weights_that_are_no_numbers_generate_no_text(model, temperature, value):
     broken = copy.deepcopy(model)
-    broken.lm_head.weight.data[3, 0] = float("nan")
+    broken.lm_head.weight.data[3] = float(value)
     sampler = Sampler(broken, TOKENIZER, SamplingSettings(temperature=temperature))
     with pytest.raises(DivergedError, match="expected weights that give scores"):
         sampler.continued([[1, 2, 3]], 4)

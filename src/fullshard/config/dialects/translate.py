@@ -23,6 +23,7 @@ from fullshard.config.rules import (
     Status,
     Table,
     axes,
+    defaults_of,
     is_auto,
     is_empty,
     mapping_of,
@@ -112,6 +113,7 @@ class Translation:
         parts: list[tuple[Table, dict[str, Any], str]] = []
         if dialect is not None:
             parts.append((dialect.table, interpolated(file.values), ""))
+            self._defaults(parts[0][1])
         training = file.values.get("training")
         if table is not None:
             parts.append((table, interpolated(file.values), ""))
@@ -124,6 +126,19 @@ class Translation:
         for rules, values, prefix in parts:
             self._table(rules, values, prefix, is_whole=table is None)
         self._notes_of_names()
+
+    def _defaults(self, given: Mapping[str, Any]) -> None:
+        """Adds notes for absent keys whose default in the tool is not ours."""
+        for row in defaults_of(self.dialect):
+            beside = row.get("beside", "").split()
+            if find(given, row["key"]) is None and (not beside or any(map(given.get, beside))):
+                section, _, name = row["to"].partition(".")
+                cls = RunConfig.section_of(section)
+                assert cls is not None
+                ours = show(cls.model_fields[name].default)
+                why = f"{self.dialect} takes {row['theirs']}; {row['to']} is {ours} here"
+                place, target = self.file.name, row["to"]
+                self.notes.append(Note(row["key"], Status.NOT_GIVEN, why, place, (target,)))
 
     def _table(
         self,
