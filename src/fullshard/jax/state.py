@@ -19,7 +19,16 @@ from fullshard.planner.arrays import ArrayPlan
 from fullshard.saving import SaveSettings
 from fullshard.xla.aot import memory_of
 from fullshard.xla.decoder import IGNORED
-from fullshard.xla.plan import Tree, XlaPlan, is_on_mesh, make_mesh, named_leaves, path_name, unpad
+from fullshard.xla.plan import (
+    Tree,
+    XlaPlan,
+    is_on_mesh,
+    make_mesh,
+    named_leaves,
+    path_name,
+    place_alike,
+    unpad,
+)
 from fullshard.xla.plan import plan as make_plan
 from fullshard.xla.step import State, Step, stored, with_optimizer
 
@@ -135,7 +144,7 @@ def shard(
         return stored(array, jnp.array(leaf, copy=True))
 
     whole = plan.with_arrays(place, params)
-    placed = jax.device_put(whole, plan.shardings)
+    placed = place_alike("params", whole, plan.shardings)
     return with_optimizer(plan, placed, tx, variables=variables)
 
 

@@ -429,6 +429,21 @@ def place_batch(
     return jax.tree.map_with_path(place, batch, batch_specs(axes, batch, num_micro_batches))
 
 
+def place_alike(what: str, tree: Tree, shardings: Any) -> Tree:
+    """Places values that all processes have; jax compares them between processes.
+
+    Raises:
+        ConfigError: They differ.
+    """
+    try:
+        return jax.device_put(tree, shardings)
+    except AssertionError as error:
+        raise ConfigError(
+            f"{what}: expected the same values on all processes; got values that differ. Make them "
+            "from one seed, and give only the batch of each process its own values."
+        ) from error
+
+
 def _check_samples(batch: Tree, lead: int) -> None:
     """Raises DataError if a table, such as weights of classes, would be cut like samples."""
     leaves = [(path, np.shape(x)[lead:]) for path, x in jax.tree.leaves_with_path(batch)]
