@@ -126,11 +126,12 @@ def made_from_own_seeds():
         return {"w": jax.random.normal(key, (4, 2)), "scale": jax.random.normal(key)}
 
     plan = fj.plan(jax.eval_shape(init_fn, jax.random.key(0)), None, fj.make_mesh(1, 2))
+    fj.init(plan, init_fn, None, jax.random.key(0), {"key": jax.random.key(1)})  # equal ones
     mine, said = jax.random.key(rank), []
     for make in (
         lambda: fj.init(plan, init_fn, None, mine),
         lambda: fj.shard(plan, init_fn(mine)),
-        lambda: fj.init(plan, init_fn, variables={"mean": np.full(2, rank)}),
+        lambda: fj.init(plan, init_fn, variables={"key": mine}),
     ):
         with pytest.raises(ConfigError, match="expected the same values on all processes") as found:
             make()

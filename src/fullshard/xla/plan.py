@@ -435,8 +435,16 @@ def place_alike(what: str, tree: Tree, shardings: Any) -> Tree:
     Raises:
         ConfigError: They differ.
     """
+
+    def is_key(leaf: Any) -> bool:
+        return jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key)
+
+    def whole(new: jax.Array, old: Any) -> jax.Array:
+        return jax.random.wrap_key_data(new, impl=jax.random.key_impl(old)) if is_key(old) else new
+
+    data = jax.tree.map(lambda leaf: jax.random.key_data(leaf) if is_key(leaf) else leaf, tree)
     try:
-        return jax.device_put(tree, shardings)
+        return jax.tree.map(whole, jax.device_put(data, shardings), tree)
     except AssertionError as error:
         raise ConfigError(
             f"{what}: expected the same values on all processes; got values that differ. Make them "
