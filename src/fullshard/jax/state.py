@@ -19,17 +19,9 @@ from fullshard.planner.arrays import ArrayPlan
 from fullshard.saving import SaveSettings
 from fullshard.xla.aot import memory_of
 from fullshard.xla.decoder import IGNORED
-from fullshard.xla.plan import (
-    Tree,
-    XlaPlan,
-    is_on_mesh,
-    make_mesh,
-    named_leaves,
-    path_name,
-    place_alike,
-    unpad,
-)
+from fullshard.xla.plan import Tree, XlaPlan, is_on_mesh, make_mesh, named_leaves, path_name, unpad
 from fullshard.xla.plan import plan as make_plan
+from fullshard.xla.processes import place_alike
 from fullshard.xla.step import State, Step, stored, with_optimizer
 
 

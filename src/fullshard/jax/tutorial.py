@@ -20,14 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fullshard.errors import ConfigError
 from fullshard.planner.optimizers import ADAMW
 from fullshard.xla.decoder import IGNORED, token_loss
-from fullshard.xla.plan import (
-    is_on_mesh,
-    named_leaves,
-    path_name,
-    place_alike,
-    place_batch,
-    with_auto_axes,
-)
+from fullshard.xla.plan import is_on_mesh, named_leaves, path_name, place_batch, with_auto_axes
+from fullshard.xla.processes import place_alike
 
 logger = logging.getLogger(__name__)
 

@@ -429,29 +429,6 @@ def place_batch(
     return jax.tree.map_with_path(place, batch, batch_specs(axes, batch, num_micro_batches))
 
 
-def place_alike(what: str, tree: Tree, shardings: Any) -> Tree:
-    """Places values that all processes have; jax compares them between processes.
-
-    Raises:
-        ConfigError: They differ.
-    """
-
-    def is_key(leaf: Any) -> bool:
-        return jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key)
-
-    def whole(new: jax.Array, old: Any) -> jax.Array:
-        return jax.random.wrap_key_data(new, impl=jax.random.key_impl(old)) if is_key(old) else new
-
-    data = jax.tree.map(lambda leaf: jax.random.key_data(leaf) if is_key(leaf) else leaf, tree)
-    try:
-        return jax.tree.map(whole, jax.device_put(data, shardings), tree)
-    except AssertionError as error:
-        raise ConfigError(
-            f"{what}: expected the same values on all processes; got values that differ. Make them "
-            "from one seed, and give only the batch of each process its own values."
-        ) from error
-
-
 def _check_samples(batch: Tree, lead: int) -> None:
     """Raises DataError if a table, such as weights of classes, would be cut like samples."""
     leaves = [(path, np.shape(x)[lead:]) for path, x in jax.tree.leaves_with_path(batch)]

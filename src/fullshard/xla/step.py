@@ -61,10 +61,10 @@ from fullshard.xla.plan import (
     live_axes,
     own_shape,
     pad,
-    place_alike,
     place_batch,
     unpad,
 )
+from fullshard.xla.processes import place_alike
 from fullshard.xla.traced import census, is_local, traced_collectives
 
 _WORD = 4  # bytes of the narrowest integers that are sent
