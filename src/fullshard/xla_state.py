@@ -287,6 +287,7 @@ def load(
     with _opened(path) as checkpoint:
         source = _Saved(checkpoint)
         params = _read_arrays(plan, source, partial(key_of, Kind.MODEL))
+        _check_all_read(plan, source)
         get_tensor = partial(state_tensor, checkpoint, 0)
         state = with_optimizer(plan, params, tx, _num_updates(checkpoint, get_tensor), variables)
         state = replace(state, variables=_saved_variables(state, source))
@@ -375,6 +376,18 @@ def _lacking(source: _Saved, name: str, what: str) -> CheckpointError:
         f"{source.where}: expected the same leaves in the checkpoint and in the state that it is "
         f"loaded into; {name} is in only one of them. Pass the {what}."
     )
+
+
+def _check_all_read(plan: XlaPlan, source: _Saved) -> None:
+    """Raises CheckpointError if the checkpoint has further arrays, such as more layers."""
+    index = source.checkpoint.index
+    known = {index.find(Kind.MODEL, name) for a in plan.table.arrays for name in a.names()}
+    left = [name for name in index.names(Kind.MODEL) if key_of(Kind.MODEL, name) not in known]
+    if left:
+        raise CheckpointError(
+            f"{source.where}: expected only arrays of the plan; it also has {left[0]}"
+            f"{f' and {len(left) - 1} more' * (len(left) > 1)}. Plan the saved model."
+        )
 
 
 def _read_leaf(source: _Saved, prefix: str, name: str, like: Any, impl: str) -> jax.Array:

@@ -1,6 +1,7 @@
 """Unusual steps of both interfaces: frozen, unused and repeated parts, unusual inputs."""
 
 import copy
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -239,3 +240,20 @@ def test_a_model_may_run_first_in_a_mode_or_a_transformation(run, wrap):
             optimizer.step()
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.full_tensor(), theirs.detach())
+
+
+@on_ranks(2)
+def test_moved_shards_are_copied_back_when_no_rank_reads_the_old_values():
+    """Rank 0 is slow inside its forward; rank 1 moves its shards and begins the next one."""
+    torch.manual_seed(0)
+    model, x = FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 7))), torch.ones(2, 4)
+    wanted = model(x)
+    if rank() == 0:
+        model.module[0].register_forward_pre_hook(lambda *_: time.sleep(0.3))
+    found = model(x)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.data = param.data * 0
+        after = model(x)
+    assert torch.equal(found, wanted)
+    assert not after.any()

@@ -259,6 +259,22 @@ def test_a_state_of_torch_that_optax_lacks_is_refused_and_not_dropped(ranks, dev
     assert "it has those of AdamW, max_exp_avg_sq. Load only" in devices(told_of, tmp_path)
 
 
+def loaded_without_an_array(folder):
+    saved = {"w": jnp.ones((4, 8)), "layers": {"b": jnp.ones((3, 8))}}
+    fj.save(folder, fj.shard(fj.plan(saved, blocks=["layers"]), saved))
+    told = []
+    for fewer in ({"layers": saved["layers"]}, {**saved, "layers": {"b": jnp.ones((2, 8))}}):
+        with pytest.raises(CheckpointError) as error:
+            fj.load(fj.plan(fewer, blocks=["layers"]), folder)
+        told.append(str(error.value).partition("it also has ")[2])
+    return told
+
+
+def test_a_checkpoint_with_more_arrays_or_layers_than_the_plan_is_refused(devices, tmp_path):
+    told = devices(loaded_without_an_array, tmp_path)
+    assert told == ["w. Plan the saved model.", "layers.2.b. Plan the saved model."]
+
+
 def what_awaits_a_save(folder):
     """Whether a save in progress had ended when the next save, and a load, returned."""
     plan, tx = fj.plan({"w": jnp.ones(8)}), optax.sgd(0.1)

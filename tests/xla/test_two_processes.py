@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from fullshard.errors import ConfigError
 from fullshard.launch import rendezvous
 from support.lazy import fj, fx, jax, nnx, optax, user_models
 from support.ranks import RankPool
@@ -115,3 +116,29 @@ def tutorial():
 def test_the_tutorials_step_uses_each_processs_own_samples(two):
     (first, alone), (second, _) = two(tutorial)
     assert first == second == pytest.approx(alone, rel=1e-5)
+
+
+def made_from_own_seeds():
+    """What is said of a key, of parameters and of variables that differ between processes."""
+    rank = joined()
+
+    def init_fn(key):
+        return {"w": jax.random.normal(key, (4, 2)), "scale": jax.random.normal(key)}
+
+    plan = fj.plan(jax.eval_shape(init_fn, jax.random.key(0)), None, fj.make_mesh(1, 2))
+    fj.init(plan, init_fn, None, jax.random.key(0), {"key": jax.random.key(1)})  # equal ones
+    mine, said = jax.random.key(rank), []
+    for make in (
+        lambda: fj.init(plan, init_fn, None, mine),
+        lambda: fj.shard(plan, init_fn(mine)),
+        lambda: fj.init(plan, init_fn, variables={"key": mine}),
+    ):
+        with pytest.raises(ConfigError, match="expected the same values on all processes") as found:
+            make()
+        said.append(str(found.value).partition(":")[0])
+    return said
+
+
+@pytest.mark.long
+def test_states_made_from_a_seed_of_each_process_are_refused(two):
+    assert two(made_from_own_seeds) == [["key", "params", "variables"]] * 2

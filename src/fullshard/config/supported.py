@@ -43,7 +43,10 @@ Rows = Mapping[str, tuple[object, ...]]
 _DEEP = 4  # gathering more units ahead hides no more time
 
 _NAMED: Rows = {"strategy": ("Name the strategy", Strategy.AUTO)}
-_TORCH: Rows = {"activation_checkpointing": ("Use block", Recompute(RecomputeKind.OFFLOAD))}
+_TORCH: Rows = {
+    "activation_checkpointing": ("Use block", Recompute(RecomputeKind.OFFLOAD)),
+    "master_dtype": ("Use float32 or bfloat16", DType.FLOAT16),  # no scaler unscales these
+}
 _OF_RUNS: Rows = {
     "context": ("Call fs.divide_sequences(model, N) before fs.shard, and leave it out",)
 }
@@ -55,7 +58,8 @@ _XLA: Rows = {
         ("ignore", "buffer_dtype", "output_dtype", "symmetric_memory"), ("Leave it out",)
     ),
     "grad_sync": (f"Use {GradSync.EVERY_MICRO_BATCH}",),
-    **dict.fromkeys(("master_dtype", "param_dtype"), ("Use bfloat16", DType.FLOAT16)),
+    "master_dtype": _TORCH["master_dtype"],
+    **dict.fromkeys(("param_dtype", "reduce_dtype"), ("Use bfloat16", DType.FLOAT16)),
     "transport": ("Use auto",),
     "context": ("Use shard for these ranks, or backend: torch",),
 }
@@ -230,14 +234,13 @@ def _is_sharded(config: RunConfig) -> bool:
     return config.sharding.strategy not in (Strategy.NO_SHARD, Strategy.AUTO)
 
 
-_ROUNDS = (DType.BFLOAT16, DType.FLOAT16)
 _LAST = GradSync.LAST_MICRO_BATCH
 
 # When a key is reported; findings.yaml has the reasons.
 FINDINGS: Mapping[str, Callable[[RunConfig], object]] = {
     "sharding.wrap": lambda c: c.sharding.wrap is WrapKind.NONE and _is_sharded(c),
     "sharding.offload": lambda c: c.sharding.offload and c.sharding.strategy is Strategy.NO_SHARD,
-    "sharding.master_dtype": lambda c: c.sharding.master_dtype in _ROUNDS,
+    "sharding.master_dtype": lambda c: c.sharding.master_dtype is DType.BFLOAT16,
     "sharding.reduce_dtype": lambda c: c.sharding.reduce_dtype is DType.FLOAT16,
     "sharding.grad_sync": lambda c: c.sharding.grad_sync is _LAST and _is_sharded(c),
     "sharding.forward_prefetch": lambda c: c.sharding.forward_prefetch >= _DEEP and _is_sharded(c),

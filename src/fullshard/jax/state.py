@@ -21,6 +21,7 @@ from fullshard.xla.aot import memory_of
 from fullshard.xla.decoder import IGNORED
 from fullshard.xla.plan import Tree, XlaPlan, is_on_mesh, make_mesh, named_leaves, path_name, unpad
 from fullshard.xla.plan import plan as make_plan
+from fullshard.xla.processes import place_alike
 from fullshard.xla.step import State, Step, stored, with_optimizer
 
 
@@ -135,7 +136,7 @@ def shard(
         return stored(array, jnp.array(leaf, copy=True))
 
     whole = plan.with_arrays(place, params)
-    placed = jax.device_put(whole, plan.shardings)
+    placed = place_alike("params", whole, plan.shardings)
     return with_optimizer(plan, placed, tx, variables=variables)
 
 

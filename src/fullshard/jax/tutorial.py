@@ -21,6 +21,7 @@ from fullshard.errors import ConfigError
 from fullshard.planner.optimizers import ADAMW
 from fullshard.xla.decoder import IGNORED, token_loss
 from fullshard.xla.plan import is_on_mesh, named_leaves, path_name, place_batch, with_auto_axes
+from fullshard.xla.processes import place_alike
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ def shard_fsdp(
         if spec is None:
             spec = spec_for(leaf.shape, threshold, mesh)
         # device_put may return the array itself, which a step would donate.
-        return jax.device_put(jnp.array(leaf, copy=True), NamedSharding(mesh, spec))
+        return place_alike(name, jnp.array(leaf, copy=True), NamedSharding(mesh, spec))
 
     is_annotated: Any = lambda node: _annotation(node) is not None  # noqa: E731
     placed = jax.tree.map_with_path(place, params, is_leaf=is_annotated)

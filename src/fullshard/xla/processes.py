@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
@@ -121,6 +122,29 @@ def leave() -> None:
     """Wait for all processes at the end of a run. Does nothing in a single process."""
     if jax.process_count() > 1:
         jax.distributed.shutdown()
+
+
+def place_alike(what: str, tree: Any, shardings: Any) -> Any:
+    """Places values that all processes have; jax compares them between processes.
+
+    Raises:
+        ConfigError: They differ.
+    """
+
+    def is_key(leaf: Any) -> bool:
+        return jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key)
+
+    def whole(new: jax.Array, old: Any) -> jax.Array:
+        return jax.random.wrap_key_data(new, impl=jax.random.key_impl(old)) if is_key(old) else new
+
+    data = jax.tree.map(lambda leaf: jax.random.key_data(leaf) if is_key(leaf) else leaf, tree)
+    try:
+        return jax.tree.map(whole, jax.device_put(data, shardings), tree)
+    except AssertionError as error:
+        raise ConfigError(
+            f"{what}: expected the same values on all processes; got values that differ. Make them "
+            "from one seed, and give only the batch of each process its own values."
+        ) from error
 
 
 T = TypeVar("T")

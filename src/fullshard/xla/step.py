@@ -64,6 +64,7 @@ from fullshard.xla.plan import (
     place_batch,
     unpad,
 )
+from fullshard.xla.processes import place_alike
 from fullshard.xla.traced import census, is_local, traced_collectives
 
 _WORD = 4  # bytes of the narrowest integers that are sent
@@ -140,7 +141,7 @@ def init(
         key: A jax.random.key; None: seed 0.
         variables: State that the loss updates without gradients, such as BatchNorm's averages.
     """
-    key = jax.random.key(0) if key is None else key
+    key = place_alike("key", jax.random.key(0) if key is None else key, plan.replicated)
     return with_optimizer(plan, born_sharded(plan, init_fn)(key), tx, variables=variables)
 
 
@@ -159,7 +160,7 @@ def with_optimizer(
     """Makes a state from sharded parameters with a new optimizer state."""
     opt_state, rules = (None, ()) if tx is None else (fresh(plan, tx, params), rules_of(tx))
     own = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), variables)
-    variables = jax.device_put(own, plan.replicated)  # a step donates them
+    variables = place_alike("variables", own, plan.replicated)  # a step donates them
     count = scalar(np.int32(step), plan.replicated)
     return State(params, opt_state, count, plan, variables, rules)
 

@@ -53,6 +53,11 @@ def test_sharding_that_is_built_passes(fields):
             {"backend": "jax", "sharding": {"master_dtype": "fp16"}},
             "sharding.master_dtype: 'float16'",
         ),
+        ({"sharding": {"master_dtype": "fp16"}}, "sharding.master_dtype: 'float16'"),
+        (
+            {"backend": "jax", "sharding": {"reduce_dtype": "fp16"}},
+            "sharding.reduce_dtype: 'float16'",
+        ),
         ({"backend": "jax", "training": {"optim": "muon"}}, "training.optim: 'muon'"),
         (
             {"sharding": {"offload": "cpu"}, "training": {"optim": "adafactor"}},
