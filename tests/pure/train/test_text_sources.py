@@ -166,7 +166,12 @@ def test_link_that_leads_to_nothing_is_named(tmp_path):
 
 HOLED = {  # and the place of the first zero byte
     "UTF-16": (("eins zwei drei\n" * 100).encode("utf-16-le"), 1),
-    "UTF-16 of another script": (("один два три\n" * 100).encode("utf-16-le"), 9),
+    "UTF-16 of another script": (
+        ("\u043e\u0434\u0438\u043d \u0434\u0432\u0430 \u0442\u0440\u0438\n" * 100).encode(
+            "utf-16-le"
+        ),
+        9,
+    ),
     "UTF-32": (("eins zwei drei\n" * 100).encode("utf-32-be"), 0),
     "the end was not written": (b"eins " * 999 + b"\0" * 9, 4995),
     "an archive": (b"a.txt" + b"\0" * 95 + b"eins " * 999, 5),
