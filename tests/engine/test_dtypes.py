@@ -86,6 +86,13 @@ def test_a_missing_module_is_refused():
         fs.shard(tied, param_dtype="bf16", fp32_modules=["blocks.1"])
 
 
+def test_one_module_of_two_names_may_be_in_float32():
+    model = Chain(3)
+    model.last = model.blocks[2].norm
+    fs.shard(model, param_dtype="bf16", fp32_modules=["blocks.2.norm"])
+    assert model.last.weight.dtype is torch.float32
+
+
 # ---- bf16 masters --------------------------------------------------------------------------------
 
 
