@@ -379,10 +379,15 @@ def _lacking(source: _Saved, name: str, what: str) -> CheckpointError:
 
 
 def _check_all_read(plan: XlaPlan, source: _Saved) -> None:
-    """Raises CheckpointError if the checkpoint has further arrays, such as more layers."""
+    """Raises CheckpointError if the checkpoint has further arrays, such as more layers.
+
+    A plan has no integers, such as BatchNorm's counts of batches in a checkpoint of torch.
+    """
     index = source.checkpoint.index
     known = {index.find(Kind.MODEL, name) for a in plan.table.arrays for name in a.names()}
-    left = [name for name in index.names(Kind.MODEL) if key_of(Kind.MODEL, name) not in known]
+    keys = {key_of(Kind.MODEL, name): name for name in index.names(Kind.MODEL)}
+    of = {key: NUMPY[index.tensors[key].dtype] for key in keys if key not in known}
+    left = [keys[key] for key, dtype in of.items() if jnp.issubdtype(dtype, jnp.floating)]
     if left:
         raise CheckpointError(
             f"{source.where}: expected only arrays of the plan; it also has {left[0]}"

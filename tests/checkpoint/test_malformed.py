@@ -470,3 +470,11 @@ def test_resuming_from_an_older_checkpoint_is_always_reported(fullshard, seeds, 
     why = "it has no COMPLETE.json, so its save never finished"
     said = f"skipped {newest}: {why}; using step-00000007"
     assert [m for m in caplog.messages if "skipped" in m] == [said, said]
+
+
+def test_another_file_of_the_name_config_json_is_no_fault_of_the_weights(tmp_path):
+    (tmp_path / "weights").mkdir()
+    save_file({"w": torch.ones(3)}, tmp_path / "weights" / "model.safetensors")
+    (tmp_path / "config.json").write_text("[1]")
+    with open_source(tmp_path / "weights") as source:
+        assert [*source.tensors] == ["w"]

@@ -86,6 +86,18 @@ def test_a_missing_module_is_refused():
         fs.shard(tied, param_dtype="bf16", fp32_modules=["blocks.1"])
 
 
+def test_one_module_of_two_names_may_be_in_float32():
+    model = Chain(3)
+    model.last = model.blocks[2].norm
+    fs.shard(model, param_dtype="bf16", fp32_modules=["blocks.2.norm"])
+    assert model.last.weight.dtype is torch.float32
+
+
+def test_a_teacher_may_have_its_weights_in_float16():
+    model = fs.shard(Chain(3).requires_grad_(False), master_dtype="float16")
+    assert {param.dtype for param in model.parameters()} == {torch.float16}
+
+
 # ---- bf16 masters --------------------------------------------------------------------------------
 
 

@@ -275,6 +275,22 @@ def test_a_checkpoint_with_more_arrays_or_layers_than_the_plan_is_refused(device
     assert told == ["w. Plan the saved model.", "layers.2.b. Plan the saved model."]
 
 
+def saved_with_counts(folder):
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(8))
+    fs.save(folder, fs.shard(model))
+
+
+def loaded_without_counts(folder):
+    names = "weight", "bias", "running_mean", "running_var"
+    tree = fj.load({"0": {name: jnp.full(8, 3.0) for name in names}}, folder)
+    return [float(tree["0"][name][7]) for name in names]
+
+
+def test_counts_of_batches_that_torch_saves_are_no_arrays_of_a_plan(devices, tmp_path):
+    saved_with_counts(tmp_path)
+    assert devices(loaded_without_counts, tmp_path) == [1, 0, 0, 1]
+
+
 def what_awaits_a_save(folder):
     """Whether a save in progress had ended when the next save, and a load, returned."""
     plan, tx = fj.plan({"w": jnp.ones(8)}), optax.sgd(0.1)

@@ -43,9 +43,9 @@ Rows = Mapping[str, tuple[object, ...]]
 _DEEP = 4  # gathering more units ahead hides no more time
 
 _NAMED: Rows = {"strategy": ("Name the strategy", Strategy.AUTO)}
-_TORCH: Rows = {
-    "activation_checkpointing": ("Use block", Recompute(RecomputeKind.OFFLOAD)),
-    "master_dtype": ("Use float32 or bfloat16", DType.FLOAT16),  # no scaler unscales these
+_TORCH: Rows = {"activation_checkpointing": ("Use block", Recompute(RecomputeKind.OFFLOAD))}
+_TRAINED: Rows = {  # no scaler unscales these; a teacher's weights may be in float16
+    "master_dtype": ("Use float32 or bfloat16", DType.FLOAT16)
 }
 _OF_RUNS: Rows = {
     "context": ("Call fs.divide_sequences(model, N) before fs.shard, and leave it out",)
@@ -58,7 +58,7 @@ _XLA: Rows = {
         ("ignore", "buffer_dtype", "output_dtype", "symmetric_memory"), ("Leave it out",)
     ),
     "grad_sync": (f"Use {GradSync.EVERY_MICRO_BATCH}",),
-    "master_dtype": _TORCH["master_dtype"],
+    **_TRAINED,
     **dict.fromkeys(("param_dtype", "reduce_dtype"), ("Use bfloat16", DType.FLOAT16)),
     "transport": ("Use auto",),
     "context": ("Use shard for these ranks, or backend: torch",),
@@ -127,7 +127,7 @@ def _of_run(config: RunConfig) -> Iterator[Problem]:
         yield from unsupported(config.training, _XLA_TRAINING, "training")
         yield from unsupported(config, _XLA_RUN)
     else:
-        yield from unsupported(config.sharding, _TORCH, "sharding")
+        yield from unsupported(config.sharding, {**_TORCH, **_TRAINED}, "sharding")
     if config.training.optim in BY_OWNER and config.sharding.offload is not None:
         got = f"together with optim: {config.training.optim} is not yet supported"
         yield Problem("sharding.offload", "", got, "Leave one of the two out")

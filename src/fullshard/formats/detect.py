@@ -91,16 +91,20 @@ def open_source(path: Path, config: Path | None = None) -> Generator[Source]:
         check()
 
 
+_OF_FILES = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
+
+
 def _with(source: Source, given: dict[str, bytes]) -> Source:
     """The source with other companions, and a note on each setting that they change."""
+    if not given:
+        return source  # whose config.json may be of any tool
     with untrusted("config.json", "the configuration of a model"):
         own, other = (
             dict(json.loads(files.get("config.json", "{}"))) for files in (source.companions, given)
         )
-    keys = sorted(own.keys() & other.keys() - {"architectures", "dtype", "transformers_version"})
+    keys = sorted(own.keys() & other.keys() - _OF_FILES)
     notes = [f"{k} {own[k]}: --config has {other[k]}" for k in keys if own[k] != other[k]]
-    found = given or source.companions
-    return replace(source, companions=found, left_out=(*source.left_out, *notes))
+    return replace(source, companions=given, left_out=(*source.left_out, *notes))
 
 
 def _weights_in(path: Path) -> dict[Path, tuple[int, int] | None]:

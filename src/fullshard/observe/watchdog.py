@@ -512,7 +512,8 @@ class PositionSampler:
         threads.pop(threading.get_ident(), None)
         blocked = any(map(is_collective, threads.values()))
         in_engine = self._failed_at is not None or any(map(_in_engine, threads.values()))
-        rings = [model.ring() for model in self._models]
+        models = [*self._models]  # the main thread may add one
+        rings = [model.ring() for model in models]
         begun = [ring.open if ring and in_engine else None for ring in rings]
         where = self._failed_at or _line_of(threads.get(self._main))
         del threads
@@ -538,7 +539,7 @@ class PositionSampler:
             failed=self._in_collective,
         )
         tells = is_asked or since_s > STANDS_S
-        for model, entry in zip(self._models, begun, strict=True):
+        for model, entry in zip(models, begun, strict=True):
             position = model.add_to(position, entry, tells=tells)
         self.last = position
         return position

@@ -13,7 +13,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fullshard.config.schema import ShardConfig
-from fullshard.config.values import GradSync, HomeKind, ReductionKind, Strategy, TransportKind
+from fullshard.config.values import (
+    DType,
+    GradSync,
+    HomeKind,
+    ReductionKind,
+    Strategy,
+    TransportKind,
+)
 from fullshard.errors import ConfigError, WrapError
 from fullshard.planner.layout import Slice
 from fullshard.planner.memory import MemoryRow, staging_bytes, state_rows
@@ -30,7 +37,7 @@ from fullshard.planner.schedule import (
     simulate_step,
 )
 from fullshard.planner.slots import Ring, assign_slots
-from fullshard.planner.spec import ITEMSIZE, ModelSpec, ParamSpec, check_globs, matches
+from fullshard.planner.spec import ITEMSIZE, ModelSpec, ParamSpec, check_globs, matches, parent_name
 from fullshard.planner.text import PlanDocument, decode_plan, render_tree
 from fullshard.planner.units import (
     DEFAULT_HOMES,
@@ -351,11 +358,26 @@ def units_of(
     """Names and roles of the units; arguments and errors as for `make_plan`."""
     modules = [module.name for module in spec.modules if module.name]
     check_globs("fp32_modules", config.fp32_modules, modules, "modules")
+    _check_tied(spec, config)
     named = [glob for glob, _ in config.strategies]
     check_globs("strategies", named, modules, "modules")
     wrap = config.wrap if chosen_modules is None else frozenset(chosen_modules)
     assert not callable(wrap), "the caller passes a callable's choice as chosen_modules"
     return choose_units(spec, wrap, config.wrap_min_params, named)
+
+
+def _check_tied(spec: ModelSpec, config: ShardConfig) -> None:
+    """Raises ConfigError if `fp32_modules` names one of several modules of a parameter."""
+    modules = {module.name for module in spec.modules}  # each by its first name
+    is_low = ITEMSIZE[config.param_dtype or config.master_dtype or DType.FLOAT32] < 4
+    for param in spec.params if is_low else ():
+        names = {name for name in param.names if parent_name(name) in modules}
+        chosen = {name for name in names if matches(name, config.fp32_modules)}
+        if chosen and (rest := names - chosen):
+            raise ConfigError(
+                "fp32_modules: expected all modules of a tied parameter or none; got that of "
+                f"{min(chosen)} without that of {min(rest)}. Name {parent_name(min(rest))} too."
+            )
 
 
 def _finish(plan: Plan) -> Plan:

@@ -9,7 +9,6 @@ from enum import StrEnum
 
 from fullshard.config.sharding import ShardConfig
 from fullshard.config.values import DType, Strategy
-from fullshard.errors import ConfigError
 from fullshard.planner.layout import FlatLayout, clean_name
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.spec import ITEMSIZE, ModelSpec, ParamSpec, is_inside, matches, parent_name
@@ -231,13 +230,7 @@ def contract_of(param: ParamSpec, config: ShardConfig, unit: UnitSettings) -> Dt
     master = config.master_dtype or (param.dtype if unit.keeps_dtypes else default)
     accumulate = DType.FLOAT64 if master is DType.FLOAT64 else DType.FLOAT32
     compute, fp32 = unit.compute or config.param_dtype or master, config.fp32_modules
-    chosen = [name for name in param.names if matches(name, fp32)]
-    if ITEMSIZE[compute] < 4 and chosen:
-        if rest := {*param.names} - {*chosen}:
-            raise ConfigError(
-                "fp32_modules: expected all modules of a tied parameter or none; got that of "
-                f"{chosen[0]} without that of {min(rest)}. Name {parent_name(min(rest))} too."
-            )
+    if ITEMSIZE[compute] < 4 and any(matches(name, fp32) for name in param.names):
         compute = DType.FLOAT32
     return DtypeContract(
         master=master,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fullshard.config.environment import read_launch_environment
 from fullshard.observe import watchdog
-from fullshard.observe.hang import Position, awaited, blamed, judge, streams
+from fullshard.observe.hang import EventRing, Position, awaited, blamed, judge, streams
 from fullshard.planner.schedule import Event, EventKind
 
 RANK_0 = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -146,3 +146,14 @@ def test_a_hang_is_reported_even_if_its_file_cannot_be_written():
     watchdog.on_hang(told.append)
     dog.write(blamed(0, "rank 0 is stuck"), {0: "its stacks"}, {})
     assert [(str(one), one.rank) for one in told] == [("rank 0 is stuck", 0)]
+
+
+def test_a_model_may_be_sharded_while_a_sample_is_taken():
+    sampler = watchdog.PositionSampler(0, 1)
+
+    class Ring(EventRing):
+        count = property(lambda _: sampler.watch(EventRing(), ()), lambda *_: None)
+
+    ring = Ring()
+    sampler.watch(ring, TITLES)
+    assert sampler.sample().rank == 0
