@@ -36,7 +36,7 @@ def whole(
 
     Args:
         model: The sharded model.
-        locals_: This rank's elements of each tensor; None if there is no tensor.
+        locals_: Elements of each tensor that this rank stores; None for a missing tensor.
     """
     params = dict(model.named_parameters())
     mine: dict[str, tuple[int, int] | None] = {}
