@@ -179,22 +179,25 @@ def end_and_measure(folder):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("fullshard.models.build.MAX_FILE_BYTES", 4 * BLOCK)
         export(folder / "warm")
-        return_free_memory()
-        (exported,) = taken_by(partial(export, folder / "model"), lambda: bytes_of(os.getpid())[:1])
+        taken = []  # in a process with other tests' free memory, the first may take more
+        for _ in range(3):
+            return_free_memory()
+            own = lambda: bytes_of(os.getpid())[:1]  # noqa: E731
+            taken += taken_by(partial(export, folder / "model"), own)
     del model, export
     request = Request(folder / "model", ("a",), SamplingSettings(2))
     generate(request, is_sharded=True)  # imports
     processes = [0] * dist.get_world_size()
     dist.all_gather_object(processes, os.getpid())
     work = partial(generate, request, is_sharded=True)
-    return exported, *taken_by(work, partial(own_and_joint_bytes, processes))
+    return min(taken), *taken_by(work, partial(own_and_joint_bytes, processes))
 
 
 @pytest.mark.long
 def test_no_rank_holds_the_model_at_the_end_of_a_run_or_to_generate(ranks, tmp_path):
     whole = SIZES["num_hidden_layers"] * BLOCK
     for exported, generated, joint in ranks(2)(end_and_measure, tmp_path):
-        assert exported <= 3 * MATRIX  # 1.6 of them when it was written; two more are too many
+        assert exported <= 2 * MATRIX + SLACK
         assert generated <= whole / 2 + 2 * BLOCK + SLACK < 0.8 * whole
         assert joint <= whole + 4 * BLOCK + 2 * SLACK < 0.8 * 2 * whole
 
