@@ -52,6 +52,11 @@ def bytes_of(process):
     return tuple(int(found) << 10 for found in (anonymous, mapped, part))
 
 
+def own_bytes():
+    """Returns the anonymous memory of this process."""
+    return bytes_of(os.getpid())[:1]
+
+
 def own_and_joint_bytes(processes):
     """Returns this rank's memory, with its share of mapped pages, and that of all ranks.
 
@@ -140,7 +145,7 @@ def read_and_measure(folder):
     with torch.device("meta"):
         model = nn.Linear(2 * WIDE, 2 * NARROW, bias=False).requires_grad_(requires_grad=False)
     read = partial(fs.shard, model, weights=folder)
-    (taken,) = taken_by(read, lambda: bytes_of(os.getpid())[:1])
+    (taken,) = taken_by(read, own_bytes)
     return taken
 
 
@@ -182,8 +187,7 @@ def end_and_measure(folder):
         taken = []  # in a process with other tests' free memory, the first may take more
         for _ in range(3):
             return_free_memory()
-            own = lambda: bytes_of(os.getpid())[:1]  # noqa: E731
-            taken += taken_by(partial(export, folder / "model"), own)
+            taken += taken_by(partial(export, folder / "model"), own_bytes)
     del model, export
     request = Request(folder / "model", ("a",), SamplingSettings(2))
     generate(request, is_sharded=True)  # imports
@@ -215,7 +219,7 @@ def export_and_measure(checkpoint, form):
             export_folder(source, checkpoint.with_name(folder), ExportSettings(format=form))
 
     export(f"warm {form}")
-    (taken,) = taken_by(partial(export, str(form)), lambda: bytes_of(os.getpid())[:1])
+    (taken,) = taken_by(partial(export, str(form)), own_bytes)
     return taken
 
 
